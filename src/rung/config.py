@@ -1,0 +1,201 @@
+"""Settings of a run: one frozen dataclass, filled from defaults, the task, a TOML file and flags, in that order.
+
+Each value remembers where it came from, and the resolved settings are written to the run directory as a TOML file
+that `--config` reads again. This module knows the settings' names, types and limits, not what they do.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rung.errors import ConfigError, nearest
+from rung.task import ROLES, Task, coerce
+
+
+def _setting(default: Any, help: str, kind: type, choices: tuple[str, ...] = (), flag: bool = False) -> Any:
+    return field(default=default, metadata={"help": help, "kind": kind, "choices": choices, "flag": flag})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Every setting of a run. Those with a flag are the stable core; the rest are set with --set, a file or the task."""
+
+    strategy: str | None = _setting(None, "how to spread the task; default: single, or ddp for several processes", str, flag=True)
+    nproc: int | None = _setting(None, "processes on this machine; default: one per GPU, or one", int, flag=True)
+    batch_size: int = _setting(32, "samples in one step, over all processes", int, flag=True)
+    micro_batch: int | None = _setting(None, "samples a process takes at a time; the rest of its share is accumulated", int, flag=True)
+    steps: int | None = _setting(None, "stop after this many steps", int, flag=True)
+    epochs: int | None = _setting(None, "stop after this many passes over the data; default: 1", int, flag=True)
+    seed: int = _setting(0, "weights, sample order and random streams follow from it", int, flag=True)
+    shuffle: bool | None = _setting(None, "a new sample order every epoch, or the data set's own", bool, flag=True)
+    precision: str = _setting("fp32", "arithmetic; master weights are fp32 under bf16 and fp16", str, ("fp32", "bf16", "fp16", "fp64"), flag=True)
+    clip: float | None = _setting(None, "clip gradients to this global norm", float, flag=True)
+    compile: bool = _setting(False, "torch.compile the model", bool, flag=True)
+    activation_checkpointing: str = _setting("none", "recompute activations in backward", str, ("none", "full", "selective"), flag=True)
+    offload: str = _setting("none", "keep sharded parameters and optimizer state in host memory", str, ("none", "cpu"), flag=True)
+    shard_by: str = _setting("block", "what is gathered at a time: block, size:10M or whole", str, flag=True)
+    out: str | None = _setting(None, "run directory; default: runs/<task>-<strategy>-<time>", str, flag=True)
+
+    device: str = _setting("auto", "auto, cpu or cuda", str, ("auto", "cpu", "cuda"))
+    backend: str = _setting("auto", "auto, gloo or nccl; gloo lets processes share a GPU", str, ("auto", "gloo", "nccl"))
+    workers: int = _setting(0, "data-loading processes for each rank", int)
+    batch_norm: str = _setting("sync", "statistics of the whole micro-batch, or of each rank's part", str, ("sync", "local"))
+    unused_parameters: str = _setting("error", "parameters without a gradient: an error, or skipped as torch does", str, ("error", "allow"))
+    dropout: bool = _setting(True, "false turns every dropout off", bool)
+    fused: bool = _setting(True, "use torch's fused optimizer when the task leaves the choice open", bool)
+    gather: str = _setting("auto", "type in which sharded parameters are gathered: as computed with, or fp32", str, ("auto", "fp32"))
+    log_every: int = _setting(10, "steps between two reads of the loss (a device synchronisation)", int)
+    eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)
+    save_weights: bool = _setting(True, "write model.safetensors at the end", bool)
+    timeout_seconds: int = _setting(600, "how long a rank waits for another before it gives up", int)
+
+
+SETTINGS = {f.name: f for f in fields(RunConfig)}
+FLAGS = [name for name, f in SETTINGS.items() if f.metadata["flag"]]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings with the origin of each, and the arguments of the task's functions with theirs."""
+
+    config: RunConfig
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+def resolve(
+    task: Task,
+    *,
+    file: str | Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    assignments: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Settings from all their sources. `flags` are typed values, `assignments` the pairs given to --set."""
+    values: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+    origins = dict.fromkeys(SETTINGS, "default")
+    known_arguments = task.arguments()
+
+    def take(key: str, value: Any, origin: str) -> None:
+        if key in SETTINGS:
+            values[key] = check(key, value)
+        elif "." in key and key.partition(".")[0] in ROLES:
+            task.bind({key: value})  # refuses what the task does not know
+            arguments[key] = coerce(key, value, known_arguments[key])
+        else:
+            raise ConfigError(_unknown(key, known_arguments, origin))
+        origins[key] = origin
+
+    for key, value in task.defaults.items():
+        take(key, value, "task")
+    if file is not None:
+        for key, value in read_toml(file).items():
+            take(key, value, f"file {Path(file).name}")
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    for key, value in given.items():
+        take(key, value, "flag")
+    for key, text in (assignments or {}).items():
+        if key in given:
+            raise ConfigError(f"{key} is given twice: as --{key.replace('_', '-')} and with --set.")
+        take(key, text, "flag")
+    config = RunConfig(**values)
+    if config.steps is None and config.epochs is None:
+        config = replace(config, epochs=1)
+    return Resolved(config, arguments, origins)
+
+
+def check(key: str, value: Any) -> Any:
+    """One setting's value, converted and within its limits."""
+    meta = SETTINGS[key].metadata
+    if value is None:
+        if SETTINGS[key].default is None:
+            return None
+        raise ConfigError(f"{key} needs a value.")
+    value = coerce(key, value, meta["kind"]() if meta["kind"] is not str else "")
+    if meta["choices"] and value not in meta["choices"]:
+        raise ConfigError(f"{key} cannot be {value!r}.{nearest(value, meta['choices'])} It is one of: {', '.join(meta['choices'])}.")
+    if key in ("nproc", "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout_seconds") and value < 1:
+        raise ConfigError(f"{key} must be at least 1, not {value}.")
+    if key == "clip" and not value > 0:
+        raise ConfigError(f"clip must be above 0, not {value}.")
+    if key in ("workers", "seed") and value < 0:
+        raise ConfigError(f"{key} cannot be negative.")
+    if key == "shard_by":
+        shard_size(value)
+    if key == "eval_every" and value not in ("epoch", "never") and not (value.isdigit() and int(value) > 0):
+        raise ConfigError(f"eval_every is 'epoch', 'never' or a number of steps, not {value!r}.")
+    return value
+
+
+def shard_size(text: str) -> int | None:
+    """The number of parameters in 'size:10M'; None for 'block' and 'whole'."""
+    if text in ("block", "whole"):
+        return None
+    head, _, size = text.partition(":")
+    units = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
+    if head == "size" and size:
+        number, unit = (size[:-1], units.get(size[-1].upper())) if size[-1].isalpha() else (size, 1)
+        try:
+            if unit is not None and float(number) > 0:
+                return int(float(number) * unit)
+        except ValueError:
+            pass
+    raise ConfigError(f"shard_by cannot be {text!r}. It is 'block', 'whole', or a size in parameters such as 'size:10M'.")
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """A settings file, flattened: settings at the top, one table for each function of the task."""
+    try:
+        content = tomllib.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"there is no settings file {str(path)!r}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            flat.update({f"{key}.{inner}": item for inner, item in value.items()})
+        else:
+            flat[key] = value
+    return flat
+
+
+def write_toml(resolved: Resolved, path: str | Path, heading: str) -> None:
+    """The resolved settings, each with its origin; a file that `--config` takes."""
+    config, origins = resolved.config, resolved.origins
+    lines = [f"# {heading}"]
+    for name in SETTINGS:
+        value = getattr(config, name)
+        if value is None:
+            lines.append(f"# {name} is not set")
+        else:
+            lines.append(f"{name} = {_toml(value)}  # {origins[name]}")
+    for function in ROLES:
+        own = {k: v for k, v in resolved.arguments.items() if k.startswith(f"{function}.")}
+        if own:
+            lines.append(f"\n[{function}]")
+            lines += [f"{k.partition('.')[2]} = {_toml(v)}  # {origins[k]}" for k, v in own.items()]
+    Path(path).write_text("\n".join(lines) + "\n")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _unknown(key: str, arguments: Mapping[str, Any], origin: str) -> str:
+    head, dot, _ = key.partition(".")
+    near = nearest(key, [*SETTINGS, *arguments])
+    if dot and head not in ROLES:
+        near = nearest(head, ROLES) or near
+    return f"there is no setting {key!r} (from the {origin}).{near}"

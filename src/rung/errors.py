@@ -1,0 +1,48 @@
+"""Errors a user can act on: what was asked, why it cannot be, and the nearest valid choice.
+
+Everything here is raised before work starts or with the place it happened; the command line prints
+the message without a traceback. Imports nothing of Rung and no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RungError(Exception):
+    """The base of every error whose message is meant for the user."""
+
+
+class TaskError(RungError):
+    """The task file does not hold what a task needs."""
+
+
+class ConfigError(RungError):
+    """A setting is unknown, malformed or contradicts another one."""
+
+
+class StrategyError(RungError):
+    """A strategy does not exist or does not fit the number of processes."""
+
+
+class DataError(RungError):
+    """A data set cannot be read the way the run needs."""
+
+
+class ModelError(RungError):
+    """The model cannot be trained the way the run asks."""
+
+
+class EnvironmentProblem(RungError):
+    """The machine lacks something the run needs."""
+
+
+class JobFailed(RungError):
+    """A launched job ended with a failure; the message is the report of it."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A suggestion to append to an error message: " Did you mean 'x'?", or nothing."""
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

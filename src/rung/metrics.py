@@ -1,0 +1,186 @@
+"""Records of a run and who is told of them: a JSON-lines file and TensorBoard.
+
+A record is made for every step, but read from the device only every so many: `Ledger` keeps what is still on the device
+and turns it into records in one go. The console is not here; the launcher draws it from the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rung.batches import Window
+from rung.runtime.base import LocalStep
+from rung.world import World
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, as the whole job saw it."""
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    step_seconds: float
+    samples_per_second: float
+    data_wait_seconds: float  # of the rank that waited longest
+    slowest_reader: int  # that rank
+    peak_memory_bytes: int  # of the rank with the highest
+    event: str = "step"
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    seconds: float
+
+
+class Observer(Protocol):
+    def on_steps(self, records: list[StepRecord]) -> None: ...
+
+    def on_evaluation(self, record: EvalRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Ledger:
+    """Steps whose figures are still on the device."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._clock = _Clock(world)
+        self._pending: list[tuple[Window, LocalStep, Any]] = []
+        self._samples = 0
+        self._last_mark = self._clock.mark()
+
+    def add(self, window: Window, result: LocalStep) -> None:
+        self._pending.append((window, result, self._clock.mark()))
+
+    def skip(self) -> None:
+        """Leave out of the next step's time what happened since the last one (an evaluation)."""
+        self._last_mark = self._clock.mark()
+
+    def flush(self) -> list[StepRecord]:
+        """The records of the steps since the last flush. All ranks call it at the same steps: it communicates."""
+        if not self._pending:
+            return []
+        count = len(self._pending)
+        losses = self._world.read([result.loss_share for _, result, _ in self._pending])
+        norms = iter(self._world.read([r.grad_norm for _, r, _ in self._pending if r.grad_norm is not None]))
+        waits = [window.wait_seconds for window, _, _ in self._pending]
+        rows = self._world.gather([*losses, *waits, float(peak_memory_bytes(self._world))])
+        records = []
+        for index, (window, result, mark) in enumerate(self._pending):
+            self._samples += window.num_global_samples
+            seconds = self._clock.between(self._last_mark, mark)
+            self._last_mark = mark
+            slowest = max(range(len(rows)), key=lambda rank: rows[rank][count + index])
+            records.append(
+                StepRecord(
+                    step=window.step,
+                    epoch=window.epoch,
+                    samples=self._samples,
+                    loss=math.fsum(row[index] for row in rows),
+                    grad_norm=next(norms) if result.grad_norm is not None else None,
+                    lr=result.learning_rate,
+                    step_seconds=seconds,
+                    samples_per_second=window.num_global_samples / seconds if seconds > 0 else math.nan,
+                    data_wait_seconds=rows[slowest][count + index],
+                    slowest_reader=slowest,
+                    peak_memory_bytes=int(max(row[-1] for row in rows)),
+                )
+            )
+        self._pending.clear()
+        return records
+
+
+class _Clock:
+    """Marks in time: of the device where there is one, so that no step has to wait to be measured."""
+
+    def __init__(self, world: World) -> None:
+        self._on_device = world.device.type == "cuda" and not world.pretend
+
+    def mark(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, stop: Any) -> float:
+        if not self._on_device:
+            return float(stop - start)
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1000
+
+
+def peak_memory_bytes(world: World) -> int:
+    """The most memory so far: allocated on the GPU, or resident for a process on the CPU."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class JsonLines:
+    """metrics.jsonl: one object a line, for steps and for evaluations."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def on_steps(self, records: list[StepRecord]) -> None:
+        self._file.write("".join(json.dumps(_finite(asdict(record))) + "\n" for record in records))
+
+    def on_evaluation(self, record: EvalRecord) -> None:
+        row = {"event": "eval", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, **record.metrics}
+        self._file.write(json.dumps(_finite(row)) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """The same figures as TensorBoard events."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def on_steps(self, records: list[StepRecord]) -> None:
+        for record in records:
+            self._scalar("train/loss", record.loss, record.step)
+            self._scalar("train/lr", record.lr, record.step)
+            if record.grad_norm is not None:
+                self._scalar("train/grad_norm", record.grad_norm, record.step)
+        last = records[-1]
+        self._scalar("speed/samples_per_second", last.samples_per_second, last.step)
+        self._scalar("speed/step_seconds", last.step_seconds, last.step)
+        self._scalar("speed/data_wait_seconds", last.data_wait_seconds, last.step)
+        self._scalar("memory/peak_bytes", float(last.peak_memory_bytes), last.step)
+
+    def on_evaluation(self, record: EvalRecord) -> None:
+        for name, value in record.metrics.items():
+            self._scalar(f"eval/{name}", value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no nan and no infinity; they become strings that say so."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

@@ -1,0 +1,85 @@
+"""Activation checkpointing: blocks forget what they computed in forward and compute it again in backward.
+
+`full` keeps only each block's input. `selective` also keeps the results of matrix products and attention, which are
+costly to compute and small to keep, and recomputes the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+_COSTLY_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+COSTLY_OPERATIONS = frozenset(
+    getattr(torch.ops.aten, name).default for name in _COSTLY_NAMES if hasattr(torch.ops.aten, name)
+)
+
+
+def _keep_costly(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_activation_checkpointing(blocks: list[nn.Module], mode: str) -> None:
+    """Wrap the blocks' forward in place: the modules keep their type and their parameters' names."""
+    for block in blocks:
+        block.forward = _checkpointed(block, mode)  # type: ignore[method-assign]
+
+
+def _checkpointed(block: nn.Module, mode: str) -> Callable[..., Any]:
+    forward = block.forward
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        if mode == "selective":
+            keeping, recomputing = create_selective_checkpoint_contexts(_keep_costly)
+        else:
+            keeping, recomputing = nullcontext(), nullcontext()
+        return keeping, _both(_unchanged_buffers(block), recomputing)
+
+    has_buffers = next(block.buffers(), None) is not None
+    options: dict[str, Any] = {"context_fn": contexts} if mode == "selective" or has_buffers else {}
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@contextmanager
+def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Running statistics were updated in forward; the recomputation must not update them again."""
+    saved = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in saved:
+            buffer.data.copy_(value)  # through .data: autograd may have saved the buffer and must not see a new version

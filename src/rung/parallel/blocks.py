@@ -1,0 +1,39 @@
+"""Where a model's repeated blocks are: the pieces that are sharded, checkpointed and compiled one by one."""
+
+from __future__ import annotations
+
+import fnmatch
+
+from torch import nn
+
+from rung.errors import ModelError, nearest
+
+
+def find_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str, nn.Module]]:
+    """The blocks, by the task's pattern ("blocks.*") or found: the children of the largest list of like modules.
+
+    A model without such a list is cut at its top level: each child that has parameters is a block.
+    """
+    named = [(name, module) for name, module in model.named_modules() if name]
+    if pattern is not None:
+        found = [(n, m) for n, m in named if fnmatch.fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")]
+        if not found:
+            raise ModelError(f"blocks = {pattern!r} matches no module of the model.{nearest(pattern, [n for n, _ in named])}")
+        return found
+    best: list[tuple[str, nn.Module]] = []
+    best_size = 0
+    for name, module in [("", model), *named]:
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+        kinds = {type(child) for _, child in children}
+        size = num_parameters(module)
+        if len(children) >= 2 and len(kinds) == 1 and size > best_size:
+            best, best_size = children, size
+    if best:
+        return best
+    return [(name, child) for name, child in model.named_children() if num_parameters(child) > 0]
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

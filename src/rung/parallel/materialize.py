@@ -1,0 +1,121 @@
+"""Initial weights: made once, from the seed alone, and given to every rank piece by piece.
+
+Every rank builds the model without storage (on the meta device); the main rank also builds it for real on the host.
+Storage is then made for one piece at a time, filled by a broadcast from the main rank, and may be sharded before the
+next piece comes. So no rank but the main one ever holds the whole model, and the weights do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from rung.errors import ModelError
+from rung.task import Task
+from rung.world import World
+
+
+class Weights:
+    """The seeded weights of a model, handed out by name to the pieces of its skeleton."""
+
+    def __init__(self, task: Task, world: World, seed: int, dtype: torch.dtype | None) -> None:
+        self._world = world
+        self._dtype = dtype
+        with world.tensors():
+            self.model = self._build(task, seed, "meta")
+            self.is_skeleton = self.model is not None and _all_meta(self.model)
+            source = None
+            if not self.is_skeleton or world.is_main:
+                source = self._build(task, seed, "cpu")
+                if source is None:
+                    raise AssertionError("a build on the host raises its own error")
+            if not self.is_skeleton:
+                # Some constructors compute with real numbers. Then every rank builds the whole model for itself.
+                self.model = source
+        assert self.model is not None
+        self._names = _names_of(self.model)
+        # By identity of the skeleton's tensors, so that tied weights are one entry.
+        self._source: dict[str, Tensor] = {}
+        if self.is_skeleton and source is not None:
+            self._source = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+
+    def _build(self, task: Task, seed: int, device: str) -> nn.Module | None:
+        torch.manual_seed(seed)
+        if device == "meta":
+            try:
+                with torch.device("meta"):
+                    model = task.model()
+            except Exception:
+                return None  # the build on the host will succeed, or raise the same
+        else:
+            model = task.model()
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"{task.name}: model() must return an nn.Module, but it returned {type(model).__name__}.")
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise ModelError(f"{task.name}: {name} is lazy and has no shape yet. Use modules with stated sizes.")
+        if self._dtype is not None:
+            model = model.to(self._dtype)
+        return model
+
+    def fill(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Give storage and values to every tensor of `module` that has none yet."""
+        device = device or self._world.device
+        with self._world.tensors(), torch.no_grad():
+            if not self.is_skeleton:
+                module.to(device)
+                return
+            filled: dict[int, Tensor] = {}
+            for owner in module.modules():
+                for registry in (owner._parameters, owner._buffers):
+                    for key, tensor in registry.items():
+                        if tensor is None or not tensor.is_meta:
+                            continue
+                        if id(tensor) not in filled:
+                            filled[id(tensor)] = self._filled(tensor, device)
+                        registry[key] = filled[id(tensor)]  # type: ignore[assignment]
+
+    def _filled(self, skeleton: Tensor, device: torch.device) -> Tensor:
+        world = self._world
+        if world.is_main:
+            value = self._source.pop(self._names[id(skeleton)]).detach().to(world.device)
+        else:
+            value = torch.empty_like(skeleton, device=world.device)
+        if world.size > 1 and value.numel() > 0:
+            value = value.contiguous()
+            dist.broadcast(value, src=0)
+        value = value.to(device)
+        if isinstance(skeleton, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=skeleton.requires_grad)
+        value.__dict__.update(skeleton.__dict__)  # marks that the task may have left on its parameters
+        return value
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _all_meta(model: nn.Module) -> bool:
+    """Whether everything that must be filled later can be found by name: parameters and buffers on meta, nothing else."""
+    for module in model.modules():
+        registered = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if any(not tensor.is_meta for tensor in registered):
+            return False
+        loose = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")]
+        if any(_holds_tensor(value) for value in loose):
+            return False
+    return True
+
+
+def _holds_tensor(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if depth < 2 and isinstance(value, list | tuple):
+        return any(_holds_tensor(item, depth + 1) for item in value)
+    if depth < 2 and isinstance(value, dict):
+        return any(_holds_tensor(item, depth + 1) for item in value.values())
+    return False

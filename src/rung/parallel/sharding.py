@@ -1,0 +1,118 @@
+"""Sharded parameters, gradients and optimizer state by FSDP2 (`fully_shard`): zero2, zero3/fsdp, hsdp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from rung.config import RunConfig, shard_size
+from rung.parallel.blocks import find_blocks, num_parameters
+from rung.world import World
+
+
+def apply_sharding(
+    model: nn.Module, world: World, config: RunConfig, blocks: str | None, fill: Callable[[nn.Module], None]
+) -> list[str]:
+    """Shard the model in place, one unit after the other; each is filled just before it is cut. Returns notes.
+
+    A unit is what is gathered at a time. Units are chosen by `shard_by`: the model's blocks, any part that reaches a
+    size, or the whole model.
+    """
+    units = choose_units(model, config.shard_by, blocks)
+    units, notes = _without_shared(model, units)
+    mesh = world.axis("dp_replicate", "dp_shard") if world.layout.dp_replicate > 1 else world.axis("dp_shard")
+    precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if config.precision in ("bf16", "fp16") and config.gather == "auto":
+        # Gathered in the type that computes. Autocast alone would cast after gathering, and autograd would hold the
+        # cast copies of the whole model until backward: the memory that sharding is for.
+        half = torch.bfloat16 if config.precision == "bf16" else torch.float16
+        precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        notes.append(f"{config.precision}: sharded parameters are gathered in {config.precision} (master weights and reductions fp32)")
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.offload == "cpu" else OffloadPolicy()
+    keep = world.layout.zero == 2
+    for module in [*(unit for _, unit in units), model]:
+        fill(module)
+        with world.tensors():
+            fully_shard(
+                module,
+                mesh=mesh,
+                # The root is needed again at once when backward starts, so it stays gathered under every stage.
+                reshard_after_forward=False if keep or module is model else True,
+                mp_policy=precision,
+                offload_policy=offload,
+            )
+    if config.unused_parameters == "allow" and hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+    return notes
+
+
+def choose_units(model: nn.Module, shard_by: str, blocks: str | None) -> list[tuple[str, nn.Module]]:
+    """The units below the root, innermost first."""
+    if shard_by == "whole":
+        return []
+    threshold = shard_size(shard_by)
+    if threshold is None:
+        return [(name, block) for name, block in find_blocks(model, blocks) if _can_be_unit(block)]
+    units: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        """Cut below `module`; returns the parameters that are left to it."""
+        left = sum(p.numel() for p in module.parameters(recurse=False))
+        for key, child in module.named_children():
+            left += visit(f"{name}.{key}" if name else key, child)
+        if name and left >= threshold and _can_be_unit(module):
+            units.append((name, module))
+            return 0
+        return left
+
+    visit("", model)
+    return units
+
+
+def set_gradient_sync(model: nn.Module, world: World, *, is_last: bool) -> None:
+    """What the backward of one micro-batch does with gradients and gathered parameters.
+
+    Gradients are reduced into shards in every micro-batch (that is what keeps them sharded); between replicas only in
+    the last one. zero2 keeps its parameters gathered until the last.
+    """
+    assert isinstance(model, FSDPModule)
+    if world.layout.dp_replicate > 1:
+        model.set_requires_all_reduce(is_last)
+    if world.layout.zero == 2:
+        model.set_reshard_after_backward(is_last)
+    model.set_is_last_backward(is_last)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Give back what an evaluation left gathered: without a backward, nobody else does."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict) and num_parameters(module) > 0
+
+
+def _without_shared(
+    model: nn.Module, units: list[tuple[str, nn.Module]]
+) -> tuple[list[tuple[str, nn.Module]], list[str]]:
+    """Leave to the root every unit that shares a parameter with something outside itself: a shard has one owner."""
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    kept, notes = [], []
+    for name, unit in units:
+        inside: dict[int, int] = {}
+        for module in unit.modules():
+            for parameter in module.parameters(recurse=False):
+                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        if any(users[key] > count for key, count in inside.items()):
+            notes.append(f"{name} shares a parameter with another part of the model; it is gathered with the whole model")
+        else:
+            kept.append((name, unit))
+    return kept, notes

@@ -1,0 +1,47 @@
+"""What a runtime is: something that takes one training step on this rank's share of a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from rung.batches import Window
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """What a step leaves on this rank, still on the device.
+
+    The loss is this rank's share: the sum over all ranks is the global loss. The norm is the global one already.
+    """
+
+    loss_share: Tensor
+    grad_norm: Tensor | None
+    learning_rate: float
+
+
+class Runtime(Protocol):
+    """The unit is a step, never forward, backward or update: the shape that every kind of parallelism shares."""
+
+    notes: list[str]
+
+    def place(self, windows: Iterable[Window]) -> Iterator[Window]:
+        """Windows with their tensors on the device."""
+        ...
+
+    def step(self, window: Window, *, want_norm: bool = False) -> LocalStep: ...
+
+    def evaluate(self, windows: Iterable[Window]) -> dict[str, float]:
+        """Loss and metrics over every sample once, equal on all ranks."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's own state dict, whole tensors on the host; empty tensors on all ranks but the main one."""
+        ...
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes this rank keeps between steps: parameters, gradients, optimizer, buffers."""
+        ...

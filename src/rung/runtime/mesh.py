@@ -1,0 +1,436 @@
+"""The runtime of every layout that is a point in a mesh: single, ddp, zero1, zero2, zero3/fsdp, hsdp."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import TorchFunctionMode
+
+from rung.batches import MicroBatch, Window
+from rung.config import RunConfig
+from rung.errors import ModelError, TaskError
+from rung.parallel import sync_batch_norms
+from rung.parallel.gradients import clip, global_norm
+from rung.parallel.sharding import free_gathered, set_gradient_sync
+from rung.parallel.zero1 import ShardedUpdate
+from rung.runtime.base import LocalStep
+from rung.status import StatusWriter
+from rung.task import Task, has_target, split_batch
+from rung.world import World
+
+HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LossModule(nn.Module):
+    """From a batch to its loss: what is wrapped by DDP and compiled as one piece, so that outputs need not survive."""
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(self, batch: Any) -> Tensor:
+        output, target = call_model(self._task, self.model, batch)
+        loss: Tensor = self._task.loss(output, target)
+        return loss
+
+
+def call_model(task: Task, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """(output, target) of a batch, by the task's `forward` or the conventions of `rung.task`."""
+    inputs, target = split_batch(batch)
+    if task.forward is not None:
+        return task.forward(model, batch), target
+    if not has_target(batch):
+        raise TaskError(
+            f"{task.name}: a batch is a pair (input, target) or a dict with a 'target'; this one is {_describe(batch)}. "
+            "Define forward(model, batch) to use it as it is."
+        )
+    return (model(**inputs) if isinstance(inputs, Mapping) else model(inputs)), target
+
+
+class MeshRuntime:
+    """Takes steps on one rank. Built by `build_runtime`, which hands it finished parts."""
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        world: World,
+        config: RunConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: LRScheduler | None,
+        sharded_update: ShardedUpdate | None,
+        notes: list[str],
+        status: StatusWriter,
+    ) -> None:
+        self.task, self.world, self.config = task, world, config
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.notes = notes
+        self._status = status
+        self._sharded_update = sharded_update
+        self._loss_module: nn.Module = LossModule(model, task)
+        self._ddp: DistributedDataParallel | None = None
+        layout = world.layout
+        if layout.is_distributed and not layout.shards_parameters:
+            with world.tensors():
+                self._ddp = world.replicate(self._loss_module, find_unused=config.unused_parameters == "allow")
+            self._loss_module = self._ddp
+        if config.compile and not layout.shards_parameters:
+            self._loss_module.compile()
+        self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._sync_norms = sync_batch_norms(model)
+        self._own_buffers = _buffers_besides(model, self._sync_norms)
+        self._scaler = torch.amp.GradScaler(world.device.type) if config.precision == "fp16" else None
+        self._copies = torch.cuda.Stream(world.device) if world.device.type == "cuda" and not world.pretend else None
+        self._first_step = True
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    def place(self, windows: Iterable[Window]) -> Iterator[Window]:
+        for window in windows:
+            with self.world.tensors():
+                placed = [dataclasses.replace(m, data=self._place(m.data)) for m in window.micro_batches]
+            yield dataclasses.replace(window, micro_batches=placed)
+
+    def _place(self, data: Any) -> Any:
+        dtype = torch.float64 if self.config.precision == "fp64" else None
+        if self._copies is None:
+            return map_tensors(data, lambda t: self.world.place(t, dtype))
+        # A stream of its own: the copy runs beside the step before, which the device is still busy with.
+        here = torch.cuda.current_stream(self.world.device)
+        with torch.cuda.stream(self._copies):
+            placed = map_tensors(data, lambda t: self.world.place(t, dtype))
+        here.wait_stream(self._copies)
+        map_tensors(placed, lambda t: t.record_stream(here))
+        return placed
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def step(self, window: Window, *, want_norm: bool = False) -> LocalStep:
+        with self.world.tensors(), self._without_dropout():
+            self.model.train()
+            shares, averaging = self._shares(window)
+            versions = [buffer._version for _, buffer in self._own_buffers] if self._first_step else []
+            loss_share: Tensor | None = None
+            used: set[str] = set()
+            last = len(window.micro_batches) - 1
+            for number, (micro, share) in enumerate(zip(window.micro_batches, shares, strict=True)):
+                with self._micro_batch(micro, is_last=number == last):
+                    loss = self._forward(micro)
+                    used |= self._reachable(loss)
+                    part = _weighted(loss, share)
+                    self._backward(part, averaging)
+                loss_share = part.detach() if loss_share is None else loss_share + part.detach()
+            assert loss_share is not None, "a window holds at least one micro-batch"
+            self._check_gradients(used)
+            rate = _rate(self.optimizer)
+            self._status.phase("update")
+            norm = self._update(want_norm)
+            if self._first_step:
+                self._note_changed_buffers(versions)
+                self._first_step = False
+        return LocalStep(loss_share, norm, rate)
+
+    def _shares(self, window: Window) -> tuple[list[float | Tensor], float]:
+        """Each micro-batch's part of the global mean, and what undoes the average over ranks that reducing applies."""
+        averaging = float(self.world.layout.num_data_ranks)
+        if self.task.loss_weight is None:
+            total = window.num_global_samples
+            return [micro.num_samples / total for micro in window.micro_batches], averaging
+        weights = [self._weight(micro) for micro in window.micro_batches]
+        stacked = torch.stack([torch.as_tensor(w, device=self.world.device).to(torch.float64).reshape(()) for w in weights])
+        total_weight = stacked.sum()
+        if self.world.layout.num_data_ranks > 1:
+            dist.all_reduce(total_weight, group=self.world.data_group)
+        shares = stacked / total_weight.clamp(min=torch.finfo(torch.float64).tiny)
+        return list(shares.unbind()), averaging
+
+    def _weight(self, micro: MicroBatch) -> Any:
+        assert self.task.loss_weight is not None
+        return 0 if micro.num_samples == 0 else self.task.loss_weight(split_batch(micro.data)[1])
+
+    def _forward(self, micro: MicroBatch) -> Tensor:
+        self._status.phase("forward")
+        with self._autocast():
+            loss: Tensor = self._loss_module(micro.data)
+        if self._first_step:
+            if not isinstance(loss, Tensor) or loss.dim() != 0:
+                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise TaskError(f"{self.task.name}: loss() must return one number, the mean over its units; it returned {shape}.")
+            if not loss.requires_grad:
+                raise TaskError(f"{self.task.name}: the loss does not depend on any trainable parameter.")
+        return loss
+
+    def _backward(self, part: Tensor, averaging: float) -> None:
+        self._status.phase("backward")
+        scaled = part * averaging if averaging != 1.0 else part
+        if self._scaler is not None:
+            scaled = self._scaler.scale(scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def _update(self, want_norm: bool) -> Tensor | None:
+        parameters = [p for _, p in self._trainable]
+        update = self._sharded_update
+        if self._scaler is not None:
+            if update is not None:
+                update.take_gradients()  # the scaler looks at the optimizer's parameters
+            self._scaler.unscale_(self.optimizer)
+        norm = None
+        if self.config.clip is not None or want_norm:
+            norm = global_norm(parameters)
+        if self.config.clip is not None:
+            assert norm is not None
+            clip(parameters, self.config.clip, norm)
+        if update is not None and self._scaler is None:
+            update.take_gradients()
+        if self._scaler is not None:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        else:
+            self.optimizer.step()
+        if update is not None:
+            update.share_parameters()
+            update.drop_gradients()
+        for parameter in parameters:
+            parameter.grad = None
+        if self.schedule is not None:
+            self.schedule.step()
+        return norm
+
+    @contextlib.contextmanager
+    def _micro_batch(self, micro: MicroBatch, *, is_last: bool) -> Iterator[None]:
+        """One forward and backward: who is told the gradients, and that a stand-in leaves no trace."""
+        stand_in = micro.num_samples == 0
+        saved = [(buffer, buffer.clone()) for _, buffer in self._own_buffers] if stand_in else []
+        for norm in self._sync_norms:
+            norm.counted = not stand_in
+        if self.world.layout.shards_parameters:
+            set_gradient_sync(self.model, self.world, is_last=is_last)
+        quiet = self._ddp.no_sync() if self._ddp is not None and not is_last else nullcontext()
+        with quiet:
+            yield
+        for buffer, value in saved:
+            buffer.data.copy_(value)
+
+    # -- parameters without a gradient ---------------------------------------------------------------------------
+
+    def _reachable(self, loss: Tensor) -> set[str]:
+        """Parameters the loss depends on. Looked up only where sharding would otherwise hide it (see below)."""
+        if self.config.unused_parameters != "allow" or not self.world.layout.shards_parameters:
+            return set()
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        seen, pending, found = set(), [loss.grad_fn], set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in names:
+                found.add(names[id(variable)])
+            pending += [following for following, _ in node.next_functions]
+        return found
+
+    def _check_gradients(self, used: set[str]) -> None:
+        allowed = self.config.unused_parameters == "allow"
+        if allowed and self.world.layout.shards_parameters:
+            # Ranks that did not use a parameter give zeros, so that all reduce alike. A parameter that no rank used
+            # must have no gradient at all, as on one device, where the optimizer then skips it.
+            flags = torch.tensor([float(name in used) for name, _ in self._trainable], device=self.world.device)
+            if self.world.size > 1:
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            for (_, parameter), flag in zip(self._trainable, flags.tolist(), strict=True):
+                if not flag:
+                    parameter.grad = None
+            return
+        missing = [name for name, p in self._trainable if p.grad is None]
+        if missing and not allowed:
+            listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise ModelError(
+                f"{len(missing)} trainable parameter{'s' if len(missing) > 1 else ''} got no gradient in this step: {listed}. "
+                "Freeze them (requires_grad=False), or allow it with --set unused_parameters=allow."
+            )
+
+    def _note_changed_buffers(self, versions: list[int]) -> None:
+        if self.world.layout.num_data_ranks == 1:
+            return
+        changed = [name for (name, b), v in zip(self._own_buffers, versions, strict=True) if b._version != v]
+        others = [name for name in changed if not isinstance(_owner(self.model, name), nn.modules.batchnorm._BatchNorm)]
+        if others:
+            self.notes.append(
+                f"forward changes {', '.join(others[:4])}{' ...' if len(others) > 4 else ''}: "
+                "each rank does so from its own samples; rank 0's values are kept"
+            )
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, windows: Iterable[Window]) -> dict[str, float]:
+        self._share_buffers()
+        self.model.eval()
+        sums: dict[str, list[Tensor]] = {}
+        for window in self.place(windows):
+            for micro in window.micro_batches:
+                with self.world.tensors(), self._autocast():
+                    output, target = call_model(self.task, self.model, micro.data)
+                    measured = self._measure(output, target, micro)
+                    for name, (total, count) in measured.items():
+                        known = sums.setdefault(name, [torch.zeros_like(total), torch.zeros_like(count)])
+                        known[0], known[1] = known[0] + total, known[1] + count
+        with self.world.tensors():
+            free_gathered(self.model)
+        flat = [tensor for name in sorted(sums) for tensor in sums[name]]
+        with self.world.tensors():
+            own = self.world.read(flat)
+        rows = self.world.gather(own)
+        totals = [sum(column) for column in zip(*rows, strict=True)]
+        return {name: totals[2 * i] / max(totals[2 * i + 1], 1e-300) for i, name in enumerate(sorted(sums))}
+
+    def _measure(self, output: Any, target: Any, micro: MicroBatch) -> dict[str, tuple[Tensor, Tensor]]:
+        """(sum, count) of the loss and of each metric over this rank's samples."""
+        real = micro.num_samples > 0
+        count = torch.tensor(float(micro.num_samples), dtype=torch.float64, device=self.world.device)
+        weight = count
+        if self.task.loss_weight is not None:
+            weight = torch.as_tensor(self._weight(micro), device=self.world.device).to(torch.float64).reshape(())
+        loss = self.task.loss(output, target).to(torch.float64)
+        measured = {"loss": (torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight)}
+        if self.task.metrics is None:
+            return measured
+        num_rows = max(micro.num_samples, 1)
+        for name, value in self.task.metrics(output, target).items():
+            if isinstance(value, tuple) and len(value) == 2:
+                total, units = (torch.as_tensor(v, device=self.world.device).to(torch.float64).reshape(()) for v in value)
+            elif isinstance(value, Tensor) and value.dim() == 1 and value.shape[0] == num_rows:
+                total, units = value.to(torch.float64).sum(), count
+            else:
+                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise TaskError(
+                    f"{self.task.name}: metrics()[{name!r}] is {got} for a batch of {num_rows}. Return one number per sample "
+                    f"(a tensor of length {num_rows}), or a pair (sum, count)."
+                )
+            if not real:
+                total, units = torch.zeros_like(total), torch.zeros_like(units)
+            measured[name] = (total, units)
+        return measured
+
+    # -- what is kept --------------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._share_buffers()
+        for name, value in self.model.state_dict().items():
+            if not isinstance(value, Tensor):
+                continue
+            whole = value.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.to(self.world.device).full_tensor() if whole.device != self.world.device else whole.full_tensor()
+            yield name, whole.cpu() if self.world.is_main else torch.empty(0)
+
+    def state_bytes(self) -> dict[str, int]:
+        parameters = list(self.model.parameters())
+        state = [v for values in self.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+        return {
+            "parameters": sum(_local_bytes(p) for p in parameters),
+            "gradients": sum(_local_bytes(p.grad) for p in parameters if p.grad is not None),
+            "optimizer": sum(_local_bytes(v) for v in state),
+            "buffers": sum(_local_bytes(b) for b in self.model.buffers()),
+        }
+
+    def _share_buffers(self) -> None:
+        """Rank 0's buffers to all, where ranks may differ (running statistics of a local batch norm)."""
+        if self.world.layout.num_data_ranks == 1:
+            return
+        with self.world.tensors():
+            for _, buffer in self._own_buffers:
+                if buffer.numel() > 0:
+                    dist.broadcast(buffer, src=0)
+
+    # -- precision -----------------------------------------------------------------------------------------------
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        half = HALF_TYPES.get(self.config.precision)
+        return torch.autocast(self.world.device.type, dtype=half) if half is not None else nullcontext()
+
+    def _without_dropout(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.config.dropout else _NoDropout()
+
+
+class _NoDropout(TorchFunctionMode):
+    """Makes every dropout the identity, written as a module or called as a function."""
+
+    _DROPOUTS = frozenset(
+        getattr(nn.functional, name)
+        for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._DROPOUTS or func is torch.dropout:
+            return args[0] if args else kwargs["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply a function to every tensor in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        return {key: map_tensors(value, function) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(value, function) for value in data))
+    if isinstance(data, tuple | list):
+        return type(data)(map_tensors(value, function) for value in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        changes = {f.name: map_tensors(getattr(data, f.name), function) for f in dataclasses.fields(data)}
+        return dataclasses.replace(data, **changes)
+    return data
+
+
+def _weighted(loss: Tensor, share: float | Tensor) -> Tensor:
+    if isinstance(share, Tensor):
+        # A micro-batch without a counted unit may have a mean of 0/0.
+        return torch.where(share > 0, loss * share.to(loss.dtype), torch.zeros_like(loss))
+    return loss if share == 1.0 else loss * share
+
+
+def _rate(optimizer: Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else float("nan")
+
+
+def _buffers_besides(model: nn.Module, norms: list[Any]) -> list[tuple[str, Tensor]]:
+    synchronised = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    return [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in synchronised]
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _describe(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"a dict with the keys {', '.join(map(repr, batch))}"
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"

@@ -1,0 +1,143 @@
+"""For people with a loop of their own: one call, `session.step(batch)`, under any strategy.
+
+    with rung.open_session(task, strategy="fsdp") as session:
+        for batch in my_batches():
+            stats = session.step(batch)
+
+Start the script with torchrun for several processes. Every rank passes the same global batch; Rung takes the rank's
+own rows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rung.batches import Batches, Cut, MicroBatch, Window
+from rung.checkpoint import save_weights
+from rung.config import resolve
+from rung.errors import DataError
+from rung.order import mix
+from rung.runtime import build_runtime
+from rung.runtime.mesh import map_tensors
+from rung.strategy import default_name, parse
+from rung.task import Task, load_task
+from rung.train import make_batches, make_eval_batches
+from rung.world import environment_local_size, environment_size, open_world
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """A finished step. The tensors are global and on the device; reading them (`float(stats.loss)`) synchronises."""
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor | None
+    learning_rate: float
+    num_samples: int
+
+
+class Session:
+    """A task spread over the processes of this job. Made by `open_session`."""
+
+    def __init__(self, task: Task, strategy: str | None, total_steps: int | None, settings: Mapping[str, Any]) -> None:
+        arguments = {key: value for key, value in settings.items() if "." in key}
+        flags = {key: value for key, value in settings.items() if "." not in key}
+        self.config = resolve(task, flags=flags, assignments=arguments).config
+        self.task = task.bind(arguments)
+        name = strategy or self.config.strategy or default_name(environment_size())
+        layout = parse(name, environment_size(), environment_local_size())
+        self._stack = ExitStack()
+        self.world = self._stack.enter_context(
+            open_world(
+                layout,
+                device=self.config.device,
+                backend=self.config.backend,
+                timeout_seconds=self.config.timeout_seconds,
+            )
+        )
+        self.runtime = build_runtime(self.task, self.world, self.config, total_steps=total_steps)
+        torch.manual_seed(mix(self.config.seed, self.world.rank, 1))
+        self.num_steps = 0
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.runtime.model
+
+    def batches(self) -> Batches:
+        """The task's own training data, cut for this rank: windows that `step` takes as they are."""
+        return make_batches(self.task, self.config, self.world)
+
+    def step(self, batch: Any) -> StepStats:
+        """One optimizer step on a global batch (the same on every rank), or on a window of `batches()`."""
+        window = batch if isinstance(batch, Window) else self._window(batch)
+        self.num_steps += 1
+        (placed,) = self.runtime.place([window])
+        result = self.runtime.step(placed, want_norm=True)
+        loss = result.loss_share.clone()
+        if self.world.size > 1:
+            # Every rank reduces in every step: a figure that is fetched on demand would hang when one rank asks.
+            dist.all_reduce(loss, group=self.world.data_group)
+        return StepStats(self.num_steps, loss, result.grad_norm, result.learning_rate, placed.num_global_samples)
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics over the task's evaluation data."""
+        return self.runtime.evaluate(make_eval_batches(self.task, self.config, self.world))
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole weights under the module's own names. All ranks call it."""
+        save_weights(self.runtime.named_weights(), Path(path), is_main=self.world.is_main)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+
+    def _window(self, batch: Any) -> Window:
+        num_rows = _num_rows(batch)
+        cut = Cut(num_rows, self.world.layout.num_data_ranks, self.world.data_rank, self.config.micro_batch)
+        pieces = []
+        base = 0
+        for size in cut.micro_sizes(num_rows):
+            start, stop = cut.piece(size)
+            rows = slice(base + start, base + stop) if start < stop else slice(base, base + 1)
+            pieces.append(MicroBatch(map_tensors(batch, lambda t, rows=rows: t[rows]), stop - start, size))
+            base += size
+        return Window(self.num_steps + 1, 0, pieces, ends_epoch=False)
+
+
+def open_session(
+    task: Task | str | Path, *, strategy: str | None = None, total_steps: int | None = None, **settings: Any
+) -> Session:
+    """Spread a task over the processes of this job.
+
+    `task` is a `rung.Task` or the path of a task file. Settings are those of `rung train` (`batch_size` follows from the
+    batches); arguments of the task's functions are given as `**{"model.depth": 8}`. `total_steps` is for the schedule.
+    """
+    loaded = task if isinstance(task, Task) else load_task(task)
+    return Session(loaded, strategy, total_steps, settings)
+
+
+def _num_rows(batch: Any) -> int:
+    sizes = {int(tensor.shape[0]) for tensor in _tensors(batch) if tensor.dim() > 0}
+    if len(sizes) != 1:
+        raise DataError(f"the tensors of a batch must have one length in their first dimension; found {sorted(sizes)}.")
+    return sizes.pop()
+
+
+def _tensors(data: Any) -> Iterator[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(data, found.append)
+    return iter(found)

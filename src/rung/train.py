@@ -1,0 +1,215 @@
+"""The loop, and what one process does to take part in it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from rung.batches import Batches, Cut
+from rung.checkpoint import save_weights
+from rung.config import RunConfig
+from rung.metrics import EvalRecord, JsonLines, Ledger, Observer, StepRecord, TensorBoard
+from rung.order import mix
+from rung.runtime import Runtime, build_runtime
+from rung.status import StatusWriter
+from rung.strategy import Layout, parse
+from rung.task import Task, load_task
+from rung.world import World, environment_local_size, environment_size, open_world
+
+log = logging.getLogger("rung")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a process needs to know to take part in a run. It is sent to the processes as it is."""
+
+    task_path: str
+    strategy: str
+    config: RunConfig
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    run_dir: str | None = None
+    plain_sgd: bool = False  # `verify` replaces the task's optimizer
+
+    def load(self) -> Task:
+        task = load_task(self.task_path).bind(self.arguments)
+        return replace(task, optimizer=_sgd, schedule=None) if self.plain_sgd else task
+
+
+@dataclass(frozen=True)
+class Summary:
+    steps: int
+    last: StepRecord | None
+    evaluation: EvalRecord | None
+
+
+def run(
+    runtime: Runtime,
+    batches: Batches,
+    *,
+    world: World,
+    config: RunConfig,
+    observers: list[Observer] | None = None,
+    evaluation: Callable[[], Batches] | None = None,
+    status: StatusWriter | None = None,
+) -> Summary:
+    """Train to the end of `batches`. The same for every strategy, and for a pretend world."""
+    status = status or StatusWriter()
+    observers = observers or []
+    ledger = Ledger(world)
+    total = batches.total_steps
+    step, last, measured = 0, None, None
+    status.phase("reading data")
+    for window in runtime.place(batches):
+        step = window.step
+        status.step(step)
+        is_last = step == total
+        # The first step is shown at once; after that, reading the figures costs a synchronisation.
+        logs = step == 1 or is_last or step % config.log_every == 0
+        ledger.add(window, runtime.step(window, want_norm=logs))
+        if logs:
+            status.phase("logging")
+            last = _tell(observers, ledger) or last
+        if evaluation is not None and _is_evaluation_due(config.eval_every, step, window.ends_epoch, is_last):
+            last = _tell(observers, ledger) or last
+            measured = _evaluate(runtime, evaluation(), step, window.epoch, observers, status)
+            ledger.skip()
+        status.phase("reading data")
+    last = _tell(observers, ledger) or last
+    if evaluation is not None and config.eval_every != "never" and (measured is None or measured.step != step):
+        measured = _evaluate(runtime, evaluation(), step, last.epoch if last else 0, observers, status)
+    return Summary(step, last, measured)
+
+
+def worker(job: Job, status: StatusWriter | None = None) -> Summary:
+    """World, runtime and loop for one process of a job."""
+    status = status or StatusWriter()
+    config = job.config
+    status.phase("starting")
+    task = job.load()
+    layout = parse(job.strategy, environment_size(), environment_local_size())
+    with open_world(
+        layout, device=config.device, backend=config.backend, timeout_seconds=config.timeout_seconds
+    ) as world:
+        status.phase("building")
+        batches = make_batches(task, config, world)
+        runtime = build_runtime(task, world, config, total_steps=batches.total_steps, status=status)
+        torch.manual_seed(mix(config.seed, world.rank, 1))  # dropout differs between ranks, not between runs
+        if world.is_main:
+            describe(task, world, config, batches, runtime.model)
+        for note in runtime.notes:
+            log.info("  %s", note)
+        told = len(runtime.notes)
+        folder = Path(job.run_dir) if job.run_dir is not None else None
+        observers: list[Observer] = []
+        if folder is not None and world.is_main:
+            observers = [JsonLines(folder / "metrics.jsonl"), TensorBoard(folder / "tensorboard")]
+        make_evaluation = (lambda: make_eval_batches(task, config, world)) if task.eval_data is not None else None
+        summary = run(
+            runtime,
+            batches,
+            world=world,
+            config=config,
+            observers=observers,
+            evaluation=make_evaluation,
+            status=status,
+        )
+        for note in runtime.notes[told:]:
+            log.info("  %s", note)
+        status.phase("saving")
+        for observer in observers:
+            observer.close()
+        if folder is not None and config.save_weights:
+            save_weights(runtime.named_weights(), folder / "model.safetensors", is_main=world.is_main)
+        world.barrier()
+    status.phase("finished")
+    return summary
+
+
+def make_batches(task: Task, config: RunConfig, world: World, *, start_step: int = 0) -> Batches:
+    """This rank's training windows."""
+    return Batches(
+        task.train_data(),
+        _cut(config, world),
+        seed=config.seed,
+        shuffle=config.shuffle,
+        num_steps=config.steps,
+        num_epochs=config.epochs,
+        start_step=start_step,
+        collate=task.collate,
+        num_workers=config.workers,
+        pin_memory=world.device.type == "cuda" and not world.pretend,
+    )
+
+
+def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
+    """This rank's share of the evaluation set: each sample once, in the data set's own order."""
+    assert task.eval_data is not None
+    return Batches(
+        task.eval_data(),
+        _cut(config, world),
+        seed=config.seed,
+        shuffle=False,
+        num_epochs=1,
+        collate=task.collate,
+        num_workers=config.workers,
+        pin_memory=world.device.type == "cuda" and not world.pretend,
+    )
+
+
+def describe(task: Task, world: World, config: RunConfig, batches: Batches, model: nn.Module) -> None:
+    """Say what is about to run, in a few lines."""
+    layout: Layout = world.layout
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    cut = batches.cut
+    log.info("%s, %s on %s%s", task.name, layout.describe(), world.device.type, f" ({world.backend})" if world.mesh is not None else "")
+    log.info("  model: %s parameters%s, %s", f"{trainable:,}", f" ({frozen:,} frozen)" if frozen else "", config.precision)
+    per_rank = -(-cut.global_micro_batch // cut.num_ranks)
+    samples = f"{batches.num_samples:,} samples" if batches.num_samples is not None else "an iterable data set"
+    log.info(
+        "  data: %s; a step is %d = %d rank%s x %d sample%s x %d micro-batch%s",
+        samples, config.batch_size, cut.num_ranks, "s"[: cut.num_ranks > 1], per_rank, "s"[: per_rank > 1],
+        cut.num_micro_batches, "es" if cut.num_micro_batches > 1 else "",
+    )  # fmt: skip
+
+
+def _cut(config: RunConfig, world: World) -> Cut:
+    return Cut(config.batch_size, world.layout.num_data_ranks, world.data_rank, config.micro_batch)
+
+
+def _tell(observers: list[Observer], ledger: Ledger) -> StepRecord | None:
+    records = ledger.flush()
+    for observer in observers:
+        if records:
+            observer.on_steps(records)
+    return records[-1] if records else None
+
+
+def _is_evaluation_due(every: str, step: int, ends_epoch: bool, is_last: bool) -> bool:
+    if every == "never":
+        return False
+    return is_last or (ends_epoch if every == "epoch" else step % int(every) == 0)
+
+
+def _evaluate(
+    runtime: Runtime, batches: Batches, step: int, epoch: int, observers: list[Observer], status: StatusWriter
+) -> EvalRecord:
+    status.phase("evaluating")
+    started = time.perf_counter()
+    metrics = runtime.evaluate(batches)
+    record = EvalRecord(step, epoch, metrics, time.perf_counter() - started)
+    for observer in observers:
+        observer.on_evaluation(record)
+    return record
+
+
+def _sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)

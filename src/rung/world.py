@@ -1,0 +1,220 @@
+"""The world a rank lives in: its number, its device, its process group and mesh; real or pretended.
+
+Only here is the environment read. Code above takes a `World` and cannot tell whether it is real: the differences
+(which tensors, how a value reaches the host, what DDP needs) are methods of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from rung import fakes
+from rung.errors import EnvironmentProblem
+from rung.strategy import Layout
+
+
+@dataclass
+class World:
+    """One rank's view of the job."""
+
+    layout: Layout
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    mesh: DeviceMesh | None
+    pretend: bool = False
+    _fake_mode: Any = field(default=None, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the batch this rank reads, of `layout.num_data_ranks`."""
+        return self.rank
+
+    def axis(self, *names: str) -> DeviceMesh:
+        """The sub-mesh of some axes. Called outside fake tensors, because meshes hold real ones."""
+        assert self.mesh is not None, "a layout without communication has no mesh"
+        with fakes.outside_fakes() if self.pretend else nullcontext():
+            return self.mesh[names if len(names) > 1 else names[0]]
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that read different samples of one batch."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def tensors(self) -> AbstractContextManager[Any]:
+        """Around materialising and stepping: nothing in the real world, fake tensors in a pretend one."""
+        return fakes.fake_tensors(self._fake_mode) if self._fake_mode is not None else nullcontext()
+
+    def replicate(self, module: torch.nn.Module, *, find_unused: bool) -> DistributedDataParallel:
+        """Real DDP over all ranks. The weights are equal already, so nothing is broadcast again."""
+        with warnings.catch_warnings():
+            # `broadcast_buffers` is deprecated in torch 2.13 for a name that 2.11 does not have.
+            warnings.simplefilter("ignore", FutureWarning)
+            ddp = DistributedDataParallel(
+                module,
+                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                broadcast_buffers=False,
+                init_sync=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=find_unused,
+            )
+        if self.pretend:
+            fakes.adapt_ddp(ddp, self.size)
+        return ddp
+
+    def place(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor of the batch on this rank's device. `dtype` applies to floating types alone."""
+        if self._fake_mode is not None:
+            tensor = self._fake_mode.from_tensor(tensor)
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device=self.device, dtype=wanted, non_blocking=True)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[float]:
+        """Scalars brought to the host in one transfer: the only device synchronisation of a step."""
+        if not tensors:
+            return []
+        if self.pretend:
+            return [math.nan] * len(tensors)
+        stacked = torch.stack([t.detach().to(torch.float64).reshape(()) for t in tensors])
+        values: list[float] = stacked.tolist()
+        return values
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of every rank, on every rank. They travel through host memory."""
+        if self.size == 1:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.float64)
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everyone, own)
+        return [row.tolist() for row in everyone]
+
+    def barrier(self) -> None:
+        if self.size > 1 and not self.pretend:
+            dist.all_reduce(torch.zeros(1))
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def environment_size() -> int:
+    """How many ranks the launcher of this process says there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def environment_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def environment_local_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", environment_size()))
+
+
+def environment_local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", environment_rank()))
+
+
+@contextlib.contextmanager
+def open_world(
+    layout: Layout, *, device: str = "auto", backend: str = "auto", timeout_seconds: int = 600
+) -> Iterator[World]:
+    """Join the job that the launcher (Rung's own, torchrun, ...) described in the environment."""
+    rank, size = environment_rank(), environment_size()
+    local_rank, local_size = environment_local_rank(), environment_local_size()
+    if size != layout.num_ranks:
+        raise EnvironmentProblem(f"{layout.name} needs {layout.num_ranks} processes, but the environment says WORLD_SIZE={size}.")
+    where = choose_device(device, backend, local_rank, local_size)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    if not layout.is_distributed:
+        yield World(layout, rank, size, local_rank, where, "none", None)
+        return
+    name = choose_backend(backend, where)
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(name, rank=rank, world_size=size, timeout=timeout)
+    else:  # one process that nobody launched
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    mesh = init_device_mesh(where.type, tuple(layout.axes.values()), mesh_dim_names=tuple(layout.axes))
+    world = World(layout, rank, size, local_rank, where, name, mesh)
+    try:
+        yield world
+    except BaseException:
+        # No goodbye: destroying a group whose peers are gone can block. The process is about to end.
+        raise
+    else:
+        world.close()
+
+
+@contextlib.contextmanager
+def pretend_world(layout: Layout, *, rank: int = 0, device: str = "cpu", fake: bool = True) -> Iterator[World]:
+    """One rank of a job of any size, alone in this process.
+
+    Collectives return at once. With `fake`, tensors hold no data either; without, they are real, so that the memory
+    of one rank of a large job can be measured on one device.
+    """
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    mesh = None
+    if layout.is_distributed:
+        fakes.open_fake_group(rank, layout.num_ranks)
+        mesh = init_device_mesh(where.type, tuple(layout.axes.values()), mesh_dim_names=tuple(layout.axes))
+    mode = fakes.new_fake_mode() if fake else None
+    world = World(layout, rank, layout.num_ranks, 0, where, "fake", mesh, pretend=True, _fake_mode=mode)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def choose_device(device: str, backend: str, local_rank: int, local_size: int) -> torch.device:
+    """The device of one local rank; an error if the machine has none such."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise EnvironmentProblem("device=cuda was asked for, but torch sees no GPU here. Use device=cpu, or device=auto.")
+    if local_size > gpus and backend != "gloo":
+        raise EnvironmentProblem(
+            f"{local_size} processes on {gpus} GPU{'s' if gpus > 1 else ''}: NCCL takes one process a GPU. Use --nproc {gpus}, "
+            "or --set backend=gloo to let processes share a GPU, or --set device=cpu."
+        )
+    return torch.device("cuda", local_rank % gpus)
+
+
+def choose_backend(backend: str, device: torch.device) -> str:
+    if backend == "nccl" and device.type != "cuda":
+        raise EnvironmentProblem("backend=nccl moves data between GPUs only, and this run is on the CPU. Use backend=gloo.")
+    if device.type == "cpu" or backend == "gloo":
+        return "gloo"
+    # gloo beside NCCL carries what lives on the host: logged values and offloaded gradients.
+    return "cpu:gloo,cuda:nccl"
+
+
+def gather_flat(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The same-sized flat tensors of all ranks of a group, as rows."""
+    everyone = own.new_empty(dist.get_world_size(group) * own.numel())
+    # torch 2.13 renames the collective and warns about the old name, which is the only one that 2.11 has.
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collective(everyone, own, group=group)
+    return everyone.view(-1, own.numel())

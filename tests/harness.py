@@ -1,0 +1,80 @@
+"""Runs a function on several real ranks (gloo, this machine), each a fresh process forked from a warm server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "rung.session", "rung.train", "tests.harness"]
+multiprocessing.set_forkserver_preload(_PRELOADED)
+
+
+def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """function(*args) on `size` ranks; the results in rank order. A failure on any rank is raised with its traceback."""
+    context = multiprocessing.get_context("forkserver")
+    results: Any = context.Queue()
+    # A store of the parent's on a port of the system's choice, as the elastic agent does: no two tests collide.
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ranks = [
+        context.Process(target=_rank, args=(function, rank, size, store.port, results, args), daemon=False)
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    outcome: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(outcome) < size:
+            try:
+                rank, error, value = results.get(timeout=0.2)
+            except queue.Empty:
+                dead = [p.exitcode for r, p in enumerate(ranks) if not p.is_alive() and r not in outcome]
+                if dead and results.empty():
+                    raise AssertionError(f"a rank died with exit code {dead[0]}") from None
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"ranks {sorted(set(range(size)) - set(outcome))} hang") from None
+                continue
+            if error is not None:
+                raise RankFailed(rank, error)
+            outcome[rank] = value
+    finally:
+        for process in ranks:
+            process.join(5 if len(outcome) == size else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [outcome[rank] for rank in range(size)]
+
+
+class RankFailed(AssertionError):
+    def __init__(self, rank: int, error: str) -> None:
+        super().__init__(f"rank {rank} failed:\n{error}")
+        self.error = error
+
+
+def _rank(function: Callable[..., Any], rank: int, size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, None, function(*args)))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+        results.close()
+        results.join_thread()
+        os._exit(1)

@@ -1,0 +1,115 @@
+"""One process, by hand: the loop that every strategy must agree with. It uses nothing of Rung but the sample order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from rung.config import RunConfig
+from rung.order import Order
+from rung.runtime import build_runtime
+from rung.strategy import parse
+from rung.task import Task
+from rung.train import make_batches, make_eval_batches
+from rung.world import environment_size, open_world
+
+
+@dataclass
+class Outcome:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def by_hand(task: Task, config: RunConfig, micro: int | None = None) -> Outcome:
+    """A plain loop in float64. `micro` is the size of a global micro-batch."""
+    torch.manual_seed(config.seed)
+    model = task.model().double()
+    optimizer = task.optimizer(model)
+    dataset = task.train_data()
+    count, size = len(dataset), config.batch_size
+    per_epoch = -(-count // size)
+    total = config.steps or per_epoch * (config.epochs or 1)
+    schedule = task.schedule(optimizer, total) if task.schedule else None
+    order = Order(count, config.seed, shuffle=config.shuffle is not False)
+    outcome = Outcome()
+    weigh = task.loss_weight or len
+    for step in range(total):
+        epoch, within = divmod(step, per_epoch)
+        indices = order.samples(epoch, within * size, min((within + 1) * size, count))
+        pieces = [indices[i : i + (micro or size)] for i in range(0, len(indices), micro or size)]
+        batches = [_double(default_collate([dataset[i] for i in piece])) for piece in pieces]
+        weights = [float(weigh(target)) for _, target in batches]
+        optimizer.zero_grad()
+        value = 0.0
+        for (inputs, target), weight in zip(batches, weights, strict=True):
+            if weight > 0:
+                loss = task.loss(model(inputs), target) * (weight / sum(weights))
+                loss.backward()
+                value += loss.item()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+        if config.clip is not None and norm > config.clip:
+            for grad in grads:
+                grad.mul_(config.clip / (norm + 1e-6))
+        outcome.losses.append(value)
+        outcome.norms.append(norm.item())
+        outcome.rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    outcome.state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()
+    with torch.no_grad():
+        data = task.eval_data()
+        inputs, target = _double(default_collate([data[i] for i in range(len(data))]))
+        output = model(inputs)
+        outcome.evaluation["loss"] = task.loss(output, target).item()
+        for name, value in task.metrics(output, target).items():
+            outcome.evaluation[name] = (value[0].double() / value[1] if isinstance(value, tuple) else value.double().mean()).item()
+    return outcome
+
+
+def with_rung(make_task: Any, strategy: str, config: RunConfig) -> Outcome:
+    """The same on this rank under a strategy. Runs inside `on_ranks`, or in one process for `single`."""
+    task = make_task()
+    outcome = Outcome()
+    layout = parse(strategy, environment_size())
+    with open_world(layout, device=config.device, backend=config.backend, timeout_seconds=60) as world:
+        batches = make_batches(task, config, world)
+        runtime = build_runtime(task, world, config, total_steps=batches.total_steps)
+        for window in runtime.place(batches):
+            result = runtime.step(window, want_norm=True)
+            loss = sum(row[0] for row in world.gather(world.read([result.loss_share])))
+            outcome.losses.append(loss)
+            outcome.norms += world.read([result.grad_norm])
+            outcome.rates.append(result.learning_rate)
+        outcome.evaluation = runtime.evaluate(make_eval_batches(task, config, world))
+        outcome.bytes = runtime.state_bytes()
+        outcome.notes = runtime.notes
+        # Through numpy: tensors would travel between processes by file descriptors that die with the rank.
+        outcome.state = {name: value.numpy() for name, value in runtime.named_weights()}
+    return outcome
+
+
+def largest_difference(one: Outcome, other: Outcome) -> float:
+    """Over every parameter, buffer, loss, gradient norm and metric."""
+    assert list(one.state) == list(other.state)
+    differences = [abs(a - b) for key in ("losses", "norms", "rates") for a, b in zip(getattr(one, key), getattr(other, key), strict=True)]
+    for name, value in one.state.items():
+        delta = (torch.as_tensor(value).double() - torch.as_tensor(other.state[name]).double()).abs()
+        differences.append(delta.max().item() if delta.numel() else 0.0)
+    for name, number in one.evaluation.items():
+        differences.append(abs(number - other.evaluation[name]))
+    return max(differences)
+
+
+def _double(batch: Any) -> Any:
+    return [t.double() if t.is_floating_point() else t for t in batch]

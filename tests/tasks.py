@@ -1,0 +1,124 @@
+"""Tasks small enough for many ranks on two cores, with the awkward parts that real models have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from rung.task import Task
+
+
+class TinyCNN(nn.Module):
+    """Convolutions, batch norm, a frozen layer and parameter groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(6, 7, 3, stride=2), nn.BatchNorm2d(7), nn.ReLU())
+        self.frozen = nn.Linear(7, 7)
+        self.head = nn.Linear(7, 5)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.second(self.first(x)).mean(dim=(2, 3))))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (p(y).unflatten(-1, (2, -1)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class TinyGPT(nn.Module):
+    """Tied embedding and head, a vocabulary that no number of ranks divides."""
+
+    def __init__(self, vocabulary: int = 23, width: int = 12, layers: int = 2, length: int = 6) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.token.weight
+        self.register_buffer("mask", torch.ones(length), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) * self.mask[: tokens.shape[1], None]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def image_data(num_samples: int = 103) -> TensorDataset:
+    g = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(num_samples, 1, 6, 6, generator=g), torch.randint(5, (num_samples,), generator=g))
+
+
+def text_data(num_samples: int = 103, *, padded: bool = False) -> TensorDataset:
+    g = torch.Generator().manual_seed(2)
+    tokens = torch.randint(23, (num_samples, 7), generator=g)
+    targets = tokens[:, 1:].clone()
+    if padded:
+        lengths = torch.randint(0, 7, (num_samples,), generator=g)
+        targets[torch.arange(6)[None] >= lengths[:, None]] = -100
+    return TensorDataset(tokens[:, :-1], targets)
+
+
+def image_task(**changes: Any) -> Task:
+    parts: dict[str, Any] = {
+        "model": TinyCNN,
+        "train_data": image_data,
+        "eval_data": lambda: image_data(37),
+        "loss": lambda output, target: F.cross_entropy(output, target),
+        "metrics": lambda output, target: {"accuracy": (output.argmax(1) == target).float()},
+        "optimizer": grouped_sgd,
+        "schedule": lambda optimizer, total_steps: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        "name": "images",
+    }
+    return Task(**{**parts, **changes})
+
+
+def text_task(*, padded: bool = False, **changes: Any) -> Task:
+    parts: dict[str, Any] = {
+        "model": TinyGPT,
+        "train_data": lambda: text_data(padded=padded),
+        "eval_data": lambda: text_data(37, padded=padded),
+        "loss": lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        "metrics": lambda output, target: {
+            "accuracy": ((output.argmax(-1) == target).sum(), (target != -100).sum()),
+        },
+        "optimizer": grouped_sgd,
+        "name": "text",
+    }
+    if padded:
+        parts["loss_weight"] = lambda target: (target != -100).sum()
+    return Task(**{**parts, **changes})
+
+
+def grouped_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def padded_task(**changes: Any) -> Task:
+    return text_task(padded=True, **changes)
+
+
+def adamw_task() -> Task:
+    return text_task(optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+TASKS = {"images": image_task, "text": text_task, "padded": padded_task, "adamw": adamw_task}
