@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rung.errors import ConfigError, nearest
+from rung.strategy import Layout
 from rung.task import ROLES, Task, coerce
 
 
@@ -107,6 +108,17 @@ def resolve(
     if config.steps is None and config.epochs is None:
         config = replace(config, epochs=1)
     return Resolved(config, arguments, origins)
+
+
+def refuse_contradictions(config: RunConfig, layout: Layout) -> None:
+    """What can be known to be impossible before a process starts."""
+    if config.offload != "none" and not layout.shards_parameters:
+        raise ConfigError(
+            f"--offload {config.offload} keeps sharded state in host memory, and {layout.name} shards no parameters. "
+            "Use zero2, zero3, fsdp or hsdp."
+        )
+    if config.micro_batch is not None and config.micro_batch > config.batch_size:
+        raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")
 
 
 def check(key: str, value: Any) -> Any:

@@ -4,8 +4,6 @@ Private parts of torch are touched here and in `world.py`, nowhere else. Each sh
 needs real data.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -57,7 +55,8 @@ class _FixedBuckets:
 def adapt_ddp(ddp: DistributedDataParallel, size: int) -> None:
     """Let DDP's C++ reducer work on fake tensors: the all-reduce is issued from Python, the buckets stay."""
 
-    def all_reduce(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    # DDP compares these annotations with the real types, so they must not be strings.
+    def all_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         buffer.div_(size)
         dist.all_reduce(buffer)

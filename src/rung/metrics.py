@@ -48,9 +48,13 @@ class EvalRecord:
 
 
 class Observer(Protocol):
+    def on_start(self, facts: dict[str, Any]) -> None: ...
+
     def on_steps(self, records: list[StepRecord]) -> None: ...
 
     def on_evaluation(self, record: EvalRecord) -> None: ...
+
+    def on_end(self, facts: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -137,7 +141,13 @@ class JsonLines:
     """metrics.jsonl: one object a line, for steps and for evaluations."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("w", buffering=1)
+
+    def on_start(self, facts: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"event": "start", **facts}) + "\n")
+
+    def on_end(self, facts: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"event": "end", **facts}) + "\n")
 
     def on_steps(self, records: list[StepRecord]) -> None:
         self._file.write("".join(json.dumps(_finite(asdict(record))) + "\n" for record in records))
@@ -157,6 +167,11 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(folder))
+
+    def on_start(self, facts: dict[str, Any]) -> None:
+        self._writer.add_text("run", ", ".join(f"{key}: {value}" for key, value in facts.items()))
+
+    def on_end(self, facts: dict[str, Any]) -> None: ...
 
     def on_steps(self, records: list[StepRecord]) -> None:
         for record in records:

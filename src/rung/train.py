@@ -66,6 +66,10 @@ def run(
     ledger = Ledger(world)
     total = batches.total_steps
     step, last, measured = 0, None, None
+    facts = {"total_steps": total, "strategy": world.layout.name, "ranks": world.size, "device": world.device.type}
+    for observer in observers:
+        observer.on_start(facts)
+    started = time.perf_counter()
     status.phase("reading data")
     for window in runtime.place(batches):
         step = window.step
@@ -85,6 +89,10 @@ def run(
     last = _tell(observers, ledger) or last
     if evaluation is not None and config.eval_every != "never" and (measured is None or measured.step != step):
         measured = _evaluate(runtime, evaluation(), step, last.epoch if last else 0, observers, status)
+    state = world.gather([float(count) for count in runtime.state_bytes().values()])
+    kept = [dict(zip(runtime.state_bytes(), map(int, row), strict=True)) for row in state]
+    for observer in observers:
+        observer.on_end({"steps": step, "seconds": time.perf_counter() - started, "state_bytes": kept})
     return Summary(step, last, measured)
 
 

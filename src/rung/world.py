@@ -45,6 +45,11 @@ class World:
         return self.rank == 0
 
     @property
+    def has_storage(self) -> bool:
+        """Whether tensors hold data here. Without, there is no memory to save by building a model piece by piece."""
+        return self._fake_mode is None
+
+    @property
     def data_rank(self) -> int:
         """Which share of the batch this rank reads, of `layout.num_data_ranks`."""
         return self.rank

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rung.errors import ModelError
@@ -26,7 +27,7 @@ class Weights:
         self._world = world
         self._dtype = dtype
         with world.tensors():
-            self.model = self._build(task, seed, "meta")
+            self.model = self._build(task, seed, "meta") if world.has_storage else None
             self.is_skeleton = self.model is not None and _all_meta(self.model)
             source = None
             if not self.is_skeleton or world.is_main:
@@ -34,7 +35,8 @@ class Weights:
                 if source is None:
                     raise AssertionError("a build on the host raises its own error")
             if not self.is_skeleton:
-                # Some constructors compute with real numbers. Then every rank builds the whole model for itself.
+                # Some constructors compute with real numbers (and fake tensors need no storage to begin with). Then
+                # every rank builds the whole model for itself.
                 self.model = source
         assert self.model is not None
         self._names = _names_of(self.model)
@@ -65,21 +67,26 @@ class Weights:
     def fill(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Give storage and values to every tensor of `module` that has none yet."""
         device = device or self._world.device
+        done: dict[int, Tensor] = {}  # by identity, so that tied weights stay tied
         with self._world.tensors(), torch.no_grad():
-            if not self.is_skeleton:
-                module.to(device)
-                return
-            filled: dict[int, Tensor] = {}
             for owner in module.modules():
                 for registry in (owner._parameters, owner._buffers):
                     for key, tensor in registry.items():
-                        if tensor is None or not tensor.is_meta:
-                            continue
-                        if id(tensor) not in filled:
-                            filled[id(tensor)] = self._filled(tensor, device)
-                        registry[key] = filled[id(tensor)]  # type: ignore[assignment]
+                        if tensor is None or isinstance(tensor, DTensor) or tensor.device == device:
+                            continue  # nothing there, sharded already, or in its place
+                        if id(tensor) not in done:
+                            done[id(tensor)] = self._in_place(tensor, device)
+                        registry[key] = done[id(tensor)]  # type: ignore[assignment]
 
-    def _filled(self, skeleton: Tensor, device: torch.device) -> Tensor:
+    def _in_place(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The tensor with storage on `device`, and its seeded values."""
+        value = self._value(tensor).to(device) if _on_meta(tensor) else tensor.detach().to(device)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        value.__dict__.update(tensor.__dict__)  # marks that the task may have left on its parameters
+        return value
+
+    def _value(self, skeleton: Tensor) -> Tensor:
         world = self._world
         if world.is_main:
             value = self._source.pop(self._names[id(skeleton)]).detach().to(world.device)
@@ -88,10 +95,6 @@ class Weights:
         if world.size > 1 and value.numel() > 0:
             value = value.contiguous()
             dist.broadcast(value, src=0)
-        value = value.to(device)
-        if isinstance(skeleton, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=skeleton.requires_grad)
-        value.__dict__.update(skeleton.__dict__)  # marks that the task may have left on its parameters
         return value
 
 
@@ -99,11 +102,15 @@ def _names_of(model: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
+def _on_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"  # `is_meta` is also true of fake tensors
+
+
 def _all_meta(model: nn.Module) -> bool:
     """Whether everything that must be filled later can be found by name: parameters and buffers on meta, nothing else."""
     for module in model.modules():
         registered = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if any(not tensor.is_meta for tensor in registered):
+        if any(not _on_meta(tensor) for tensor in registered):
             return False
         loose = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")]
         if any(_holds_tensor(value) for value in loose):

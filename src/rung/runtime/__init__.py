@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from rung.config import RunConfig
-from rung.errors import ConfigError
+from rung.config import RunConfig, refuse_contradictions
 from rung.parallel import parallelize
 from rung.parallel.materialize import Weights
 from rung.parallel.zero1 import ShardedUpdate
@@ -17,18 +16,17 @@ from rung.runtime.base import LocalStep, Runtime
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.optimizer import make_optimizer, make_schedule
 from rung.status import StatusWriter
-from rung.strategy import Layout
 from rung.task import Task
 from rung.world import World
 
-__all__ = ["LocalStep", "Runtime", "build_runtime", "refuse_contradictions"]
+__all__ = ["LocalStep", "Runtime", "build_runtime"]
 
 
 def build_runtime(
     task: Task, world: World, config: RunConfig, *, total_steps: int | None = None, status: StatusWriter | None = None
 ) -> MeshRuntime:
     """Model on meta -> parallelize, filling with the seeded weights -> optimizer -> runtime."""
-    refuse_contradictions(world.layout, config)
+    refuse_contradictions(config, world.layout)
     dtype = torch.float64 if config.precision == "fp64" else None
     weights = Weights(task, world, config.seed, dtype)
     model, notes = parallelize(weights, world, config, task.blocks)
@@ -52,14 +50,3 @@ def build_runtime(
         notes=notes,
         status=status or StatusWriter(),
     )
-
-
-def refuse_contradictions(layout: Layout, config: RunConfig) -> None:
-    """What can be known to be impossible before a process starts."""
-    if config.offload != "none" and not layout.shards_parameters:
-        raise ConfigError(
-            f"--offload {config.offload} keeps sharded state in host memory, and {layout.name} shards no parameters. "
-            "Use zero2, zero3, fsdp or hsdp."
-        )
-    if config.micro_batch is not None and config.micro_batch > config.batch_size:
-        raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")

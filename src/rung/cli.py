@@ -1,0 +1,189 @@
+"""The command line: flags to calls, and errors to one clear line. No logic of its own."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rung.config import FLAGS, SETTINGS
+from rung.errors import ConfigError, JobFailed, RungError
+from rung.strategy import PRESETS
+from rung.version import VERSION
+
+# Where each flag of `rung train` stands in its help.
+_GROUPS = {
+    "where": ("strategy", "nproc", "offload", "shard_by"),
+    "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
+    "how": ("precision", "clip", "compile", "activation_checkpointing"),
+    "run": ("out",),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with a suggestion for a misspelt flag or command, and help that fits a screen."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", _Help)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"unrecognized arguments: (\S+)", message)
+        if unknown:
+            word = unknown.group(1).partition("=")[0]
+            known = [option for action in self._all_actions() for option in action.option_strings]
+            match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+            setting = word.lstrip("-").replace("-", "_")
+            hint = f" Did you mean {match[0]!r}?" if match else ""
+            if setting in SETTINGS and setting not in FLAGS:
+                hint = f" It is a setting without a flag: --set {setting}=VALUE."
+            message = f"there is no argument {word!r}.{hint}"
+        invalid = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if invalid:
+            choices = [choice.strip("' ") for choice in invalid.group(2).split(",")]
+            match = difflib.get_close_matches(invalid.group(1), choices, n=1, cutoff=0.5)
+            message = f"{invalid.group(1)!r} is not one of {', '.join(choices)}." + (f" Did you mean {match[0]!r}?" if match else "")
+        sys.stderr.write(f"rung: {message}\n{self.prog} --help tells more.\n")
+        raise SystemExit(2)
+
+    def _all_actions(self) -> list[argparse.Action]:
+        found = list(self._actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found += parser._actions
+        return found
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=118)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.call(options))
+    except JobFailed as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except RungError as error:
+        sys.stderr.write(f"rung: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(prog="rung", description="One plain PyTorch task, every way of spreading it.")
+    parser.add_argument("--version", action="version", version=f"rung {VERSION}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    train = commands.add_parser("train", help="train a task under a strategy", description="Train a task under a strategy.")
+    train.add_argument("task", help="a task file, or a directory with a task.py")
+    _add_settings(train, _GROUPS)
+    train.set_defaults(call=_train)
+
+    verify = commands.add_parser(
+        "verify",
+        help="prove that strategies give the same numbers on a task",
+        description="Train a task for a few steps under each strategy and compare every parameter, buffer, loss and "
+        "gradient norm with one process. Exits with 1 if any differs.",
+    )
+    verify.add_argument("task", help="a task file, or a directory with a task.py")
+    verify.add_argument("--nproc", type=int, default=2, metavar="N", help="processes (default 2)")
+    verify.add_argument(
+        "--strategies", nargs="+", action="extend", metavar="NAME", help="names separated by spaces, repeated flags, or 'all' (default)"
+    )
+    verify.add_argument("--steps", type=int, default=5, metavar="N", help="steps of each run (default 5)")
+    verify.add_argument("--batch-size", type=int, metavar="N", help="samples in one step (default: the task's)")
+    verify.add_argument("--micro-batch", type=int, metavar="N", help="samples a process takes at a time")
+    verify.add_argument("--precision", choices=("fp64", "fp32"), default="fp64", help="fp64 to 1e-9 (default), or fp32 to 1e-5")
+    verify.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, or an argument of the task")
+    verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+    verify.set_defaults(call=_verify)
+
+    new = commands.add_parser("new", help="write a commented task file that runs", description="Write a commented task file that runs.")
+    new.add_argument("name", help="a directory to make, with a task.py in it")
+    new.set_defaults(call=_new)
+
+    strategies = commands.add_parser("strategies", help="list the strategies", description="List the strategies.")
+    strategies.set_defaults(call=_strategies)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser, groups: dict[str, tuple[str, ...]]) -> None:
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            meta = SETTINGS[name].metadata
+            flag = "--" + name.replace("_", "-")
+            if meta["kind"] is bool:
+                actions = argparse.BooleanOptionalAction if name == "shuffle" else "store_true"
+                group.add_argument(flag, dest=name, action=actions, default=None, help=meta["help"])
+            else:
+                metavar = "|".join(meta["choices"]) or {int: "N", float: "X", str: "S"}[meta["kind"]]
+                metavar = {"strategy": "NAME", "out": "DIR", "shard_by": "HOW"}.get(name, metavar)
+                group.add_argument(flag, dest=name, metavar=metavar, default=None, help=meta["help"])
+    group = parser._action_groups[-1]
+    group.add_argument("--config", metavar="FILE.toml", help="settings from a file; flags win over it")
+    group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an argument of the task (model.depth=8) or any other setting")
+
+
+def _assignments(pairs: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set takes KEY=VALUE, not {pair!r}.")
+        if key in found:
+            raise ConfigError(f"{key} is set twice.")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _train(options: argparse.Namespace) -> int:
+    from rung.launch.command import train
+
+    flags = {name: getattr(options, name) for name in FLAGS}
+    return train(options.task, config_file=options.config, flags=flags, assignments=_assignments(options.set))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from rung.verify import verify_command
+
+    flags = {"batch_size": options.batch_size, "micro_batch": options.micro_batch, "steps": options.steps}
+    return verify_command(
+        options.task,
+        num_ranks=options.nproc,
+        strategies=options.strategies or ["all"],
+        precision=options.precision,
+        flags=flags,
+        assignments=_assignments(options.set),
+        as_json=options.json,
+    )
+
+
+def _new(options: argparse.Namespace) -> int:
+    from rung.template import write_template
+
+    path = write_template(Path(options.name))
+    print(f"wrote {path}\ntry: rung train {path} --nproc 2")
+    return 0
+
+
+def _strategies(options: argparse.Namespace) -> int:
+    for name, preset in PRESETS.items():
+        print(f"  {name:<8} {preset.summary}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""`rung train`: from flags to a finished run directory on this machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rung.config import Resolved, RunConfig, refuse_contradictions, resolve, write_toml
+from rung.errors import ConfigError
+from rung.launch.local import Interrupted, launch, new_run_dir, warm_up
+from rung.strategy import Layout, default_name, natural_num_ranks, parse
+from rung.task import Task, load_task
+from rung.version import VERSION
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked job: nothing has started yet, and what can be wrong beforehand is not."""
+
+    task: Task
+    resolved: Resolved
+    layout: Layout
+    strategy: str
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+
+def prepare(
+    path: str | Path,
+    *,
+    config_file: str | None = None,
+    flags: Mapping[str, Any] | None = None,
+    assignments: Mapping[str, str] | None = None,
+) -> Plan:
+    """Read the task and the settings, choose layout and device, and refuse what cannot be, all before any process starts."""
+    task = load_task(path)
+    resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
+    config = resolved.config
+    num_ranks = config.nproc
+    if num_ranks is None and config.strategy is not None:
+        num_ranks = natural_num_ranks(config.strategy)
+    if num_ranks is None:
+        num_ranks = _num_gpus() if config.device != "cpu" else 0
+    num_ranks = num_ranks or 1
+    strategy = config.strategy or default_name(num_ranks)
+    layout = parse(strategy, num_ranks, num_ranks)
+    refuse_contradictions(config, layout)
+    task.bind(resolved.arguments)
+    from rung.world import choose_backend, choose_device
+
+    device = choose_device(config.device, config.backend, 0, num_ranks)
+    if layout.is_distributed:
+        choose_backend(config.backend, device)
+    return Plan(task, resolved, layout, strategy)
+
+
+def train(
+    path: str | Path, *, config_file: str | None, flags: Mapping[str, Any], assignments: Mapping[str, str]
+) -> int:
+    """The command. Returns the exit code."""
+    warm_up()
+    console = Console(file=sys.stdout)
+    plan = prepare(path, config_file=config_file, flags=flags, assignments=assignments)
+    from rung.launch.precision import half_precision_warning
+    from rung.train import Job
+
+    warning = half_precision_warning(plan.config)
+    if warning:
+        console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False)
+    folder = new_run_dir(plan.task.name, plan.layout.name, plan.config.out)
+    if (folder / "metrics.jsonl").exists() and plan.config.out is not None:
+        raise ConfigError(f"--out {folder} holds a run already. Choose another directory, or remove it.")
+    write_toml(plan.resolved, folder / "config.toml", f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}")
+    job = Job(str(Path(path).resolve()), plan.strategy, plan.config, plan.resolved.arguments, str(folder))
+    started = time.monotonic()
+    try:
+        summary, view = launch(job, plan.layout.num_ranks, console=console)
+    except Interrupted as error:
+        console.print(f"interrupted; what was written lies in {folder}")
+        return 128 + int(error.signal_number) if error.signal_number != signal.SIGINT else 130
+    figures = [f"{summary.steps} steps in {time.monotonic() - started:.1f} s"]
+    if summary.last is not None:
+        figures.append(f"loss {summary.last.loss:.4g}")
+    if summary.evaluation is not None:
+        figures += [f"eval {name} {value:.4g}" for name, value in summary.evaluation.metrics.items()]
+    console.print("done: " + ", ".join(figures), highlight=False)
+    console.print(f"results: {folder}/ (metrics.jsonl, model.safetensors, tensorboard/, logs/, config.toml)", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,172 @@
+"""The console of a running job: one writer, fed by what the ranks write into the run directory.
+
+Shows rank 0's lines, a progress bar from the metrics, and warnings of other ranks, prefixed and once each. Also keeps
+watch over the processes, because the moment of a death tells who failed first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from rung.processes import is_running
+from rung.status import StatusBoard
+
+WARNING_MARK = "WARNING: "
+_POLL_SECONDS = 0.05
+_PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
+_CPP_LOG = re.compile(r"^\[[IW]\d{4} |^\[rank\d+\]:\[[IW]\d{4} ")  # torch's own C++ log lines stay in the file
+
+
+class _Tail:
+    """The new whole lines of a growing file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+
+    def lines(self) -> list[str]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(content)
+        *whole, self._rest = (self._rest + content).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+
+class JobConsole:
+    """Runs beside the job in a thread of the launcher. Use as a context manager."""
+
+    def __init__(self, run_dir: Path, num_ranks: int, board: StatusBoard, console: Console, *, quiet: bool = False) -> None:
+        self.deaths: dict[int, float] = {}
+        self.processes: dict[int, Any] = {}  # kept for their exit codes: the agent forgets them
+        self.last_step: dict[str, Any] = {}
+        self.last_evaluation: dict[str, Any] = {}
+        self._logs = [_Tail(run_dir / "logs" / f"rank-{rank}.log") for rank in range(num_ranks)]
+        self._metrics = _Tail(run_dir / "metrics.jsonl")
+        self._board = board
+        self._console = console
+        self._quiet = quiet
+        self._num_ranks = num_ranks
+        self._total: int | None = None
+        self._told: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rung-console", daemon=True)
+        self._progress: Progress | None = None
+        self._last_plain = time.monotonic()
+        self._started = time.monotonic()
+
+    def __enter__(self) -> JobConsole:
+        if not self._quiet and self._console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("[progress.description]{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("starting", total=None, figures="")
+            self._progress.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._poll()
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_POLL_SECONDS):
+            self._poll()
+
+    def _poll(self) -> None:
+        for rank in range(self._num_ranks):
+            pid = self._board.read(rank).pid
+            if pid and rank not in self.processes:
+                self.processes |= {rank: child for child in multiprocessing.active_children() if child.pid == pid}
+            if pid and rank not in self.deaths and not is_running(pid):
+                self.deaths[rank] = time.time()
+        for rank, tail in enumerate(self._logs):
+            for line in tail.lines():
+                self._show_line(rank, line)
+        for line in self._metrics.lines():
+            self._take(json.loads(line))
+        self._draw()
+
+    def _show_line(self, rank: int, line: str) -> None:
+        if self._quiet or not line.strip():
+            return
+        if line.startswith(WARNING_MARK):
+            text = line.removeprefix(WARNING_MARK)
+            if text not in self._told:
+                self._told.add(text)
+                self._console.print(f"[yellow]rank {rank}: warning: {escape(text)}[/yellow]", highlight=False)
+        elif rank == 0 and not self._in_traceback(line) and not _CPP_LOG.match(line):
+            self._console.print(Text(line), highlight=False)
+
+    def _in_traceback(self, line: str) -> bool:
+        """Rank 0's traceback is told once, in the closing report."""
+        if line.startswith("Traceback (most recent call last)"):
+            self._told.add("traceback")
+        return "traceback" in self._told
+
+    def _take(self, row: dict[str, Any]) -> None:
+        if row["event"] == "start":
+            self._total = row["total_steps"]
+        elif row["event"] == "step":
+            self.last_step = row
+        elif row["event"] == "eval":
+            self.last_evaluation = row
+            if not self._quiet:
+                shown = {k: v for k, v in row.items() if k not in ("event", "step", "epoch", "seconds")}
+                figures = "  ".join(f"{name} {_number(value)}" for name, value in shown.items())
+                self._console.print(f"  evaluation after step {row['step']} (epoch {row['epoch'] + 1}): {figures}", highlight=False)
+
+    def _draw(self) -> None:
+        status = self._board.read(0)
+        step = self.last_step
+        if self._progress is not None:
+            figures = ""
+            if step:
+                figures = f"loss {_number(step['loss'])}  {_number(step['samples_per_second'])} samples/s"
+            description = f"epoch {step['epoch'] + 1}" if step else status.phase
+            self._progress.update(
+                self._task, completed=status.step, total=self._total, description=description, figures=figures
+            )
+        elif not self._quiet and step and time.monotonic() - self._last_plain > _PLAIN_SECONDS:
+            self._last_plain = time.monotonic()
+            total = f"/{self._total}" if self._total else ""
+            left = ""
+            if self._total and status.step:
+                seconds = (time.monotonic() - self._started) / status.step * (self._total - status.step)
+                left = f"  {seconds:.0f} s left"
+            self._console.print(
+                f"  step {step['step']}{total}  loss {_number(step['loss'])}  {_number(step['samples_per_second'])} samples/s{left}",
+                highlight=False,
+            )
+
+
+def _number(value: Any) -> str:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
