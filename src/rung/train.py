@@ -58,6 +58,7 @@ def run(
     config: RunConfig,
     observers: list[Observer] | None = None,
     evaluation: Callable[[], Batches] | None = None,
+    facts: Mapping[str, Any] | None = None,
     status: StatusWriter | None = None,
 ) -> Summary:
     """Train to the end of `batches`. The same for every strategy, and for a pretend world."""
@@ -66,9 +67,8 @@ def run(
     ledger = Ledger(world)
     total = batches.total_steps
     step, last, measured = 0, None, None
-    facts = {"total_steps": total, "strategy": world.layout.name, "ranks": world.size, "device": world.device.type}
     for observer in observers:
-        observer.on_start(facts)
+        observer.on_start({"total_steps": total, **(facts or {})})
     started = time.perf_counter()
     status.phase("reading data")
     for window in runtime.place(batches):
@@ -127,6 +127,14 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
             config=config,
             observers=observers,
             evaluation=make_evaluation,
+            facts={
+                "task": task.name,
+                "strategy": layout.name,
+                "ranks": world.size,
+                "device": world.device.type,
+                "parameters": sum(p.numel() for p in runtime.model.parameters()),
+                "buffers": [name for name, _ in runtime.model.named_buffers()],
+            },
             status=status,
         )
         for note in runtime.notes[told:]:

@@ -1,0 +1,40 @@
+# The two commands of the README, and what developers use beside them.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all lint bench clean
+
+.venv/rung: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable ".[examples]"
+	touch $@
+
+.venv/dev: .venv/rung
+	$(BIN)/pip install --quiet --editable ".[dev,examples]"
+	touch $@
+
+.venv/bench: .venv/rung
+	$(BIN)/pip install --quiet --editable ".[bench,examples]"
+	touch $@
+
+demo: .venv/rung
+	$(BIN)/rung train examples/babycnn/task.py --strategy ddp --nproc 2
+
+lint: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-all: lint
+	$(BIN)/pytest
+
+bench: .venv/bench
+	$(BIN)/python -m benchmarks.speed --device cpu
+
+clean:
+	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

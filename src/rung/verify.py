@@ -1,0 +1,244 @@
+"""`rung verify`: proof, on the user's own task, that every strategy computes what one process computes.
+
+Each strategy is a real job with its own processes, started like any other. What is compared is what a run leaves
+behind: the logged losses and gradient norms, and every parameter and buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from rung.config import RunConfig
+from rung.errors import ConfigError, RungError
+from rung.launch.command import prepare
+from rung.launch.local import launch, warm_up
+from rung.strategy import PRESETS, natural_num_ranks, parse
+
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
+OPTIMIZERS = ("sgd", "task")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy under one optimizer against one process."""
+
+    strategy: str
+    optimizer: str
+    num_ranks: int
+    parameters: float = math.nan
+    buffers: float = math.nan
+    losses: float = math.nan
+    grad_norms: float = math.nan
+    first_differing: str | None = None
+    error: str | None = None
+
+    def largest(self) -> float:
+        values = (self.parameters, self.buffers, self.losses, self.grad_norms)
+        return math.inf if any(math.isnan(value) for value in values) else max(values)
+
+    def reason(self) -> str:
+        if self.error is not None:
+            return self.error
+        if self.first_differing is not None:
+            return f"the first differing tensor is {self.first_differing}"
+        return "losses or gradient norms differ"
+
+    def passes(self, tolerance: float) -> bool:
+        return self.error is None and self.largest() <= tolerance
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one run left behind."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    tensors: dict[str, Any]
+    buffer_names: set[str]
+
+
+def verify_command(
+    path: str,
+    *,
+    num_ranks: int,
+    strategies: list[str],
+    precision: str,
+    flags: Mapping[str, Any],
+    assignments: Mapping[str, str],
+    as_json: bool,
+) -> int:
+    """The command. Returns the exit code."""
+    warm_up()
+    console = Console(file=sys.stderr if as_json else sys.stdout)
+    names = choose_strategies(strategies, num_ranks)
+    plan = prepare(path, flags={**flags, "nproc": 1, "strategy": "single"}, assignments=assignments)
+    config = replace(
+        plan.config,
+        precision=precision,
+        batch_norm="sync",
+        dropout=False,
+        log_every=1,
+        eval_every="never",
+        epochs=None,
+        out=None,
+    )
+    tolerance = TOLERANCE[precision]
+    console.print(
+        f"verify {plan.task.name}: {config.steps} steps of {config.batch_size} samples in {precision}, "
+        "dropout off, batch norm sync",
+        highlight=False,
+    )
+    with tempfile.TemporaryDirectory(prefix="rung-verify-") as scratch:
+        jobs = _Jobs(path, plan.resolved.arguments, config, Path(scratch), console)
+        with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
+            shown = progress.add_task("starting")
+            rows = []
+            for optimizer in OPTIMIZERS:
+                for name in names:
+                    progress.update(shown, description=f"{name}, {optimizer} ({len(rows) + 1} of {len(OPTIMIZERS) * len(names)})")
+                    rows.append(jobs.row(name, natural_num_ranks(name) or num_ranks, optimizer, tolerance))
+    failed = [row for row in rows if not row.passes(tolerance)]
+    if as_json:
+        document = {
+            "task": plan.task.name,
+            "precision": precision,
+            "tolerance": tolerance,
+            "steps": config.steps,
+            "batch_size": config.batch_size,
+            "passed": not failed,
+            "rows": [{**_finite(asdict(row)), "passed": row.passes(tolerance)} for row in rows],
+        }
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        return 1 if failed else 0
+    console.print(_table(rows, tolerance))
+    for row in failed:
+        console.print(f"[red]{row.strategy} ({row.optimizer}): {row.reason()}[/red]", highlight=False)
+    verdict = f"{len(rows) - len(failed)} of {len(rows)} agree with one process to {tolerance:g}"
+    console.print(f"[{'red' if failed else 'green'}]{verdict}[/]", highlight=False)
+    return 1 if failed else 0
+
+
+def choose_strategies(names: list[str], num_ranks: int) -> list[str]:
+    """The strategies to run, checked against the number of processes. 'all' is every preset that is not an alias."""
+    chosen: list[str] = []
+    for name in names:
+        if name == "all":
+            every = [preset for preset in PRESETS if preset not in ("single", "fsdp")]
+            chosen += [preset for preset in every if preset != "hsdp" or num_ranks == 1 or num_ranks % 2 == 0]
+        else:
+            own = natural_num_ranks(name)
+            parse(name, own if own is not None else num_ranks)
+            chosen.append(name)
+    if not chosen:
+        raise ConfigError("no strategy to verify.")
+    return list(dict.fromkeys(chosen))
+
+
+def compare(trace: Trace, reference: Trace) -> dict[str, Any]:
+    """The largest differences, and the name of the first tensor that carries one."""
+    largest = {"parameters": 0.0, "buffers": 0.0}
+    differing: list[tuple[str, float]] = []
+    if list(trace.tensors) != list(reference.tensors):
+        missing = sorted(set(reference.tensors) ^ set(trace.tensors))
+        raise RungError(f"the saved names differ: {', '.join(missing[:4])}")
+    for name, value in trace.tensors.items():
+        difference = _difference(value, reference.tensors[name])
+        kind = "buffers" if name in trace.buffer_names else "parameters"
+        largest[kind] = max(largest[kind], difference)
+        differing.append((name, difference))
+    return {
+        **largest,
+        "losses": _largest_gap(trace.losses, reference.losses),
+        "grad_norms": _largest_gap(trace.grad_norms, reference.grad_norms),
+        "differing": differing,
+    }
+
+
+class _Jobs:
+    """Runs of one task, and the single-process runs that they are held against."""
+
+    def __init__(
+        self, path: str, arguments: Mapping[str, Any], config: RunConfig, scratch: Path, console: Console
+    ) -> None:
+        self._path, self._arguments, self._config = path, arguments, config
+        self._scratch, self._console = scratch, console
+        self._references: dict[tuple[str, int | None], Trace] = {}
+
+    def row(self, strategy: str, num_ranks: int, optimizer: str, tolerance: float) -> Row:
+        try:
+            reference = self._reference(optimizer, num_ranks)
+            found = compare(self._run(strategy, num_ranks, optimizer, self._config.micro_batch), reference)
+        except RungError as error:
+            return Row(strategy, optimizer, num_ranks, error=str(error))
+        differing = [tensor for tensor, difference in found.pop("differing") if not difference <= tolerance]
+        return Row(strategy, optimizer, num_ranks, **found, first_differing=differing[0] if differing else None)
+
+    def _reference(self, optimizer: str, num_ranks: int) -> Trace:
+        """One process with the same micro-batches: batch norm sees micro-batches, so their samples must be the same."""
+        micro = self._config.micro_batch
+        if micro is not None:
+            micro = min(micro * num_ranks, self._config.batch_size)
+        key = (optimizer, micro)
+        if key not in self._references:
+            self._references[key] = self._run("single", 1, optimizer, micro)
+        return self._references[key]
+
+    def _run(self, strategy: str, num_ranks: int, optimizer: str, micro_batch: int | None) -> Trace:
+        from safetensors.torch import load_file
+
+        from rung.train import Job
+
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        config = replace(self._config, strategy=strategy, nproc=num_ranks, micro_batch=micro_batch)
+        task = str(Path(self._path).resolve())
+        job = Job(task, strategy, config, self._arguments, str(folder), plain_sgd=optimizer == "sgd")
+        launch(job, num_ranks, console=self._console, quiet=True)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [row for row in rows if row["event"] == "step"]
+        buffers = next(row["buffers"] for row in rows if row["event"] == "start")
+        tensors = load_file(folder / "model.safetensors")
+        shutil.rmtree(folder)
+        losses, norms = ([float(row[key]) for row in steps] for key in ("loss", "grad_norm"))
+        return Trace(losses, norms, tensors, set(buffers))
+
+
+def _difference(value: Any, other: Any) -> float:
+    if value.numel() == 0:
+        return 0.0
+    return float((value.double() - other.double()).abs().max())
+
+
+def _largest_gap(values: list[float], others: list[float]) -> float:
+    if len(values) != len(others):
+        return math.inf
+    gaps = [abs(a - b) for a, b in zip(values, others, strict=True)]
+    return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps, default=0.0)
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+
+
+def _table(rows: list[Row], tolerance: float) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("strategy", "ranks", "optimizer", "parameters", "buffers", "losses", "grad norms", ""):
+        table.add_column(column, justify="left" if column in ("strategy", "optimizer", "") else "right")
+    for row in rows:
+        figures = [f"{value:.1e}" for value in (row.parameters, row.buffers, row.losses, row.grad_norms)]
+        if row.error is not None:
+            figures = ["-"] * 4
+        verdict = "[green]same[/green]" if row.passes(tolerance) else "[red]DIFFERS[/red]" if row.error is None else "[red]FAILED[/red]"
+        table.add_row(row.strategy, str(row.num_ranks), row.optimizer, *figures, verdict)
+    return table
