@@ -73,7 +73,9 @@ def by_hand(task: Task, config: RunConfig, micro: int | None = None) -> Outcome:
         output = model(inputs)
         outcome.evaluation["loss"] = task.loss(output, target).item()
         for name, value in task.metrics(output, target).items():
-            outcome.evaluation[name] = (value[0].double() / value[1] if isinstance(value, tuple) else value.double().mean()).item()
+            outcome.evaluation[name] = (
+                value[0].double() / value[1] if isinstance(value, tuple) else value.double().mean()
+            ).item()
     return outcome
 
 
@@ -102,7 +104,11 @@ def with_rung(make_task: Any, strategy: str, config: RunConfig) -> Outcome:
 def largest_difference(one: Outcome, other: Outcome) -> float:
     """Over every parameter, buffer, loss, gradient norm and metric."""
     assert list(one.state) == list(other.state)
-    differences = [abs(a - b) for key in ("losses", "norms", "rates") for a, b in zip(getattr(one, key), getattr(other, key), strict=True)]
+    differences = [
+        abs(a - b)
+        for key in ("losses", "norms", "rates")
+        for a, b in zip(getattr(one, key), getattr(other, key), strict=True)
+    ]
     for name, value in one.state.items():
         delta = (torch.as_tensor(value).double() - torch.as_tensor(other.state[name]).double()).abs()
         differences.append(delta.max().item() if delta.numel() else 0.0)

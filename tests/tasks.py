@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from rung.task import Task
+from rung.task import Task, load_task
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 class TinyCNN(nn.Module):
@@ -83,7 +87,7 @@ def image_task(**changes: Any) -> Task:
         "loss": lambda output, target: F.cross_entropy(output, target),
         "metrics": lambda output, target: {"accuracy": (output.argmax(1) == target).float()},
         "optimizer": grouped_sgd,
-        "schedule": lambda optimizer, total_steps: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        "schedule": halving,
         "name": "images",
     }
     return Task(**{**parts, **changes})
@@ -106,11 +110,30 @@ def text_task(*, padded: bool = False, **changes: Any) -> Task:
     return Task(**{**parts, **changes})
 
 
+def halving(optimizer: torch.optim.Optimizer, total_steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
 def grouped_sgd(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
     return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def babycnn_task() -> Task:
+    """The example's own model and loss, on few and small images."""
+    task = load_task(EXAMPLES / "babycnn").bind({"model.width": 4})
+    return replace(
+        task, train_data=image_data, eval_data=lambda: image_data(37), optimizer=grouped_sgd, schedule=halving
+    )
+
+
+def gpt_task() -> Task:
+    task = load_task(EXAMPLES / "gpt").bind(
+        {"model.layers": 2, "model.width": 16, "model.heads": 2, "model.context": 6, "model.vocabulary": 23}
+    )
+    return replace(task, train_data=text_data, eval_data=lambda: text_data(37), optimizer=grouped_sgd, schedule=halving)
 
 
 def padded_task(**changes: Any) -> Task:
@@ -121,4 +144,11 @@ def adamw_task() -> Task:
     return text_task(optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-TASKS = {"images": image_task, "text": text_task, "padded": padded_task, "adamw": adamw_task}
+TASKS = {
+    "images": image_task,
+    "text": text_task,
+    "padded": padded_task,
+    "adamw": adamw_task,
+    "babycnn": babycnn_task,
+    "gpt": gpt_task,
+}

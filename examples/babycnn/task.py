@@ -1,7 +1,7 @@
 """BabyCNN: a small convolutional network with batch norm, on handwritten digits.
 
 Without an argument it trains on the 8x8 digits that come with scikit-learn. Point it at a directory of MNIST files
-(`train-images-idx3-ubyte`, optionally .gz) or CIFAR-10 files in their binary version (`data_batch_1.bin`, ...) for more:
+(`train-images-idx3-ubyte`, optionally .gz) or CIFAR-10 files in their binary version (`data_batch_1.bin`, ...):
 
     rung train examples/babycnn/task.py --set train_data.root=DIR --set eval_data.root=DIR [--set model.channels=3]
 """

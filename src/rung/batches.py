@@ -118,7 +118,9 @@ class Batches:
             self.num_samples: int | None = None
             return
         if not isinstance(dataset, Sized):
-            raise DataError(f"the data set {type(dataset).__name__} has __getitem__ but no __len__; its length is needed to cut it.")
+            raise DataError(
+                f"the data set {type(dataset).__name__} has __getitem__ but no __len__; its length is needed to cut it."
+            )
         self.num_samples = len(dataset)
         if self.num_samples == 0:
             raise DataError(f"the data set {type(dataset).__name__} is empty.")
@@ -148,7 +150,7 @@ class Batches:
             DataLoader(
                 dataset,
                 batch_size=None,
-                sampler=sampler,  # type: ignore[arg-type]
+                sampler=sampler,
                 collate_fn=_as_is,
                 num_workers=self._num_workers,
                 worker_init_fn=_start_worker,
@@ -160,7 +162,8 @@ class Batches:
 
     def _map_windows(self) -> Iterator[Window]:
         total, per_epoch = self.total_steps, self.steps_per_epoch
-        assert per_epoch is not None and self.num_samples is not None
+        assert per_epoch is not None
+        assert self.num_samples is not None
         source = _SampleReader(self._dataset, self._order, self._collate, self._seed)
         pieces = _PieceStream(self, total)
         loader = self._loader(source, pieces)
@@ -221,7 +224,8 @@ class _PieceStream:
     def __iter__(self) -> Iterator[_Piece]:
         batches, cut = self._batches, self._batches.cut
         per_epoch, num_samples = batches.steps_per_epoch, batches.num_samples
-        assert per_epoch is not None and num_samples is not None
+        assert per_epoch is not None
+        assert num_samples is not None
         step = batches._start_step
         while self._total_steps is None or step < self._total_steps:
             epoch, within = divmod(step, per_epoch)
@@ -258,11 +262,12 @@ class _SampleReader:
         # Seeding three generators for each sample costs more than reading a small one. Most data sets draw no random
         # numbers: read without seeding, look whether a generator moved, and only then read again, seeded.
         if not self._draws_random_numbers:
-            before = _generator_marks()
+            before = _Marks()
             data = self._collate([self._dataset[index] for index in samples])
-            if _generator_marks() == before:
+            if before.hold():
                 return data
             self._draws_random_numbers = True
+            before.restore()
         saved = save_generators()
         try:
             items = []
@@ -281,7 +286,9 @@ class _StreamReader(IterableDataset[MicroBatch]):
     positions: that is the only cut which needs nothing of the data set and does not depend on the number of processes.
     """
 
-    def __init__(self, dataset: Iterable[Any], cut: Cut, collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:
+    def __init__(
+        self, dataset: Iterable[Any], cut: Cut, collate: Callable[[list[Any]], Any], seed: int, epoch: int
+    ) -> None:
         self._dataset = dataset
         self._cut = cut
         self._collate = collate
@@ -321,16 +328,20 @@ class _StreamReader(IterableDataset[MicroBatch]):
 def _check_stream(dataset: Any, shuffle: bool | None, num_workers: int, num_ranks: int) -> None:
     kind = type(dataset).__name__
     if shuffle:
-        raise DataError(f"the data set {kind} is iterable and has only its own order. Leave shuffle out, or give it __len__ and __getitem__.")
+        raise DataError(
+            f"the data set {kind} is iterable and has only its own order. "
+            "Leave shuffle out, or give it __len__ and __getitem__."
+        )
     names = _names_used(type(dataset).__iter__) if hasattr(type(dataset), "__iter__") else set()
     if num_workers > 1 and "get_worker_info" in names:
         raise DataError(
-            f"the data set {kind} cuts itself among loader processes (it calls get_worker_info), and Rung would cut it again. "
-            "Use workers=1 or workers=0, or take the cut out of its __iter__."
+            f"the data set {kind} cuts itself among loader processes (it calls get_worker_info), and Rung would cut it "
+            "again. Use workers=1 or workers=0, or take the cut out of its __iter__."
         )
-    if num_ranks > 1 and names & {"get_rank", "get_world_size"}:
+    cutting = sorted(names & {"get_rank", "get_world_size"})
+    if num_ranks > 1 and cutting:
         raise DataError(
-            f"the data set {kind} cuts itself among ranks (it calls {', '.join(sorted(names & {'get_rank', 'get_world_size'}))}), "
+            f"the data set {kind} cuts itself among ranks (it calls {', '.join(cutting)}), "
             "and Rung would cut it again. Let its __iter__ give every sample."
         )
 
@@ -371,9 +382,26 @@ def restore_generators(state: tuple[Any, Any, torch.Tensor]) -> None:
     torch.set_rng_state(state[2])
 
 
-def _generator_marks() -> tuple[Any, ...]:
-    """Something that changes whenever one of the generators is drawn from, quicker to take than their states."""
-    # numpy copies its whole state to tell it (70 us); its position and first word are read in place instead.
-    address = np.random.mtrand._rand._bit_generator.ctypes.state_address
-    words = ctypes.string_at(address, 8) + ctypes.string_at(address + 624 * 4, 4)
-    return random.getstate(), words, torch.get_rng_state().numpy().tobytes()
+class _Marks:
+    """The states of the generators, quicker to take than `save_generators`: numpy copies its own slowly (70 us)."""
+
+    _NUMPY_BYTES = 624 * 4 + 4  # the Mersenne twister's words and its position
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._torch = torch.get_rng_state()
+        self._address: int = np.random.mtrand._rand._bit_generator.ctypes.state_address
+        self._numpy = ctypes.string_at(self._address, self._NUMPY_BYTES)
+
+    def hold(self) -> bool:
+        """Whether nothing was drawn since."""
+        return (
+            ctypes.string_at(self._address, self._NUMPY_BYTES) == self._numpy
+            and torch.equal(torch.get_rng_state(), self._torch)
+            and random.getstate() == self._python
+        )
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        ctypes.memmove(self._address, self._numpy, self._NUMPY_BYTES)

@@ -47,7 +47,9 @@ class _Parser(argparse.ArgumentParser):
         if invalid:
             choices = [choice.strip("' ") for choice in invalid.group(2).split(",")]
             match = difflib.get_close_matches(invalid.group(1), choices, n=1, cutoff=0.5)
-            message = f"{invalid.group(1)!r} is not one of {', '.join(choices)}." + (f" Did you mean {match[0]!r}?" if match else "")
+            message = f"{invalid.group(1)!r} is not one of {', '.join(choices)}." + (
+                f" Did you mean {match[0]!r}?" if match else ""
+            )
         sys.stderr.write(f"rung: {message}\n{self.prog} --help tells more.\n")
         raise SystemExit(2)
 
@@ -86,7 +88,9 @@ def _build_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"rung {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
 
-    train = commands.add_parser("train", help="train a task under a strategy", description="Train a task under a strategy.")
+    train = commands.add_parser(
+        "train", help="train a task under a strategy", description="Train a task under a strategy."
+    )
     train.add_argument("task", help="a task file, or a directory with a task.py")
     _add_settings(train, _GROUPS)
     train.set_defaults(call=_train)
@@ -100,17 +104,27 @@ def _build_parser() -> _Parser:
     verify.add_argument("task", help="a task file, or a directory with a task.py")
     verify.add_argument("--nproc", type=int, default=2, metavar="N", help="processes (default 2)")
     verify.add_argument(
-        "--strategies", nargs="+", action="extend", metavar="NAME", help="names separated by spaces, repeated flags, or 'all' (default)"
+        "--strategies",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="names separated by spaces, repeated flags, or 'all' (default)",
     )
     verify.add_argument("--steps", type=int, default=5, metavar="N", help="steps of each run (default 5)")
     verify.add_argument("--batch-size", type=int, metavar="N", help="samples in one step (default: the task's)")
     verify.add_argument("--micro-batch", type=int, metavar="N", help="samples a process takes at a time")
-    verify.add_argument("--precision", choices=("fp64", "fp32"), default="fp64", help="fp64 to 1e-9 (default), or fp32 to 1e-5")
-    verify.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, or an argument of the task")
+    verify.add_argument(
+        "--precision", choices=("fp64", "fp32"), default="fp64", help="fp64 to 1e-9 (default), or fp32 to 1e-5"
+    )
+    verify.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, or an argument of the task"
+    )
     verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
     verify.set_defaults(call=_verify)
 
-    new = commands.add_parser("new", help="write a commented task file that runs", description="Write a commented task file that runs.")
+    new = commands.add_parser(
+        "new", help="write a commented task file that runs", description="Write a commented task file that runs."
+    )
     new.add_argument("name", help="a directory to make, with a task.py in it")
     new.set_defaults(call=_new)
 
@@ -134,7 +148,13 @@ def _add_settings(parser: argparse.ArgumentParser, groups: dict[str, tuple[str, 
                 group.add_argument(flag, dest=name, metavar=metavar, default=None, help=meta["help"])
     group = parser._action_groups[-1]
     group.add_argument("--config", metavar="FILE.toml", help="settings from a file; flags win over it")
-    group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an argument of the task (model.depth=8) or any other setting")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of the task (model.depth=8) or any other setting",
+    )
 
 
 def _assignments(pairs: list[str]) -> dict[str, str]:

@@ -24,32 +24,54 @@ def _setting(default: Any, help: str, kind: type, choices: tuple[str, ...] = (),
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Every setting of a run. Those with a flag are the stable core; the rest are set with --set, a file or the task."""
+    """Every setting of a run. Those with a flag are the stable core; the rest are for --set, a file or the task."""
 
-    strategy: str | None = _setting(None, "how to spread the task; default: single, or ddp for several processes", str, flag=True)
+    strategy: str | None = _setting(
+        None, "how to spread the task; default: single, or ddp for several processes", str, flag=True
+    )
     nproc: int | None = _setting(None, "processes on this machine; default: one per GPU, or one", int, flag=True)
     batch_size: int = _setting(32, "samples in one step, over all processes", int, flag=True)
-    micro_batch: int | None = _setting(None, "samples a process takes at a time; the rest of its share is accumulated", int, flag=True)
+    micro_batch: int | None = _setting(
+        None, "samples a process takes at a time; the rest of its share is accumulated", int, flag=True
+    )
     steps: int | None = _setting(None, "stop after this many steps", int, flag=True)
     epochs: int | None = _setting(None, "stop after this many passes over the data; default: 1", int, flag=True)
     seed: int = _setting(0, "weights, sample order and random streams follow from it", int, flag=True)
     shuffle: bool | None = _setting(None, "a new sample order every epoch, or the data set's own", bool, flag=True)
-    precision: str = _setting("fp32", "arithmetic; master weights are fp32 under bf16 and fp16", str, ("fp32", "bf16", "fp16", "fp64"), flag=True)
+    precision: str = _setting(
+        "fp32",
+        "arithmetic; master weights are fp32 under bf16 and fp16",
+        str,
+        ("fp32", "bf16", "fp16", "fp64"),
+        flag=True,
+    )
     clip: float | None = _setting(None, "clip gradients to this global norm", float, flag=True)
     compile: bool = _setting(False, "torch.compile the model", bool, flag=True)
-    activation_checkpointing: str = _setting("none", "recompute activations in backward", str, ("none", "full", "selective"), flag=True)
-    offload: str = _setting("none", "keep sharded parameters and optimizer state in host memory", str, ("none", "cpu"), flag=True)
+    activation_checkpointing: str = _setting(
+        "none", "recompute activations in backward", str, ("none", "full", "selective"), flag=True
+    )
+    offload: str = _setting(
+        "none", "keep sharded parameters and optimizer state in host memory", str, ("none", "cpu"), flag=True
+    )
     shard_by: str = _setting("block", "what is gathered at a time: block, size:10M or whole", str, flag=True)
     out: str | None = _setting(None, "run directory; default: runs/<task>-<strategy>-<time>", str, flag=True)
 
     device: str = _setting("auto", "auto, cpu or cuda", str, ("auto", "cpu", "cuda"))
-    backend: str = _setting("auto", "auto, gloo or nccl; gloo lets processes share a GPU", str, ("auto", "gloo", "nccl"))
+    backend: str = _setting(
+        "auto", "auto, gloo or nccl; gloo lets processes share a GPU", str, ("auto", "gloo", "nccl")
+    )
     workers: int = _setting(0, "data-loading processes for each rank", int)
-    batch_norm: str = _setting("sync", "statistics of the whole micro-batch, or of each rank's part", str, ("sync", "local"))
-    unused_parameters: str = _setting("error", "parameters without a gradient: an error, or skipped as torch does", str, ("error", "allow"))
+    batch_norm: str = _setting(
+        "sync", "statistics of the whole micro-batch, or of each rank's part", str, ("sync", "local")
+    )
+    unused_parameters: str = _setting(
+        "error", "parameters without a gradient: an error, or skipped as torch does", str, ("error", "allow")
+    )
     dropout: bool = _setting(True, "false turns every dropout off", bool)
     fused: bool = _setting(True, "use torch's fused optimizer when the task leaves the choice open", bool)
-    gather: str = _setting("auto", "type in which sharded parameters are gathered: as computed with, or fp32", str, ("auto", "fp32"))
+    gather: str = _setting(
+        "auto", "type in which sharded parameters are gathered: as computed with, or fp32", str, ("auto", "fp32")
+    )
     log_every: int = _setting(10, "steps between two reads of the loss (a device synchronisation)", int)
     eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)
     save_weights: bool = _setting(True, "write model.safetensors at the end", bool)
@@ -130,7 +152,9 @@ def check(key: str, value: Any) -> Any:
         raise ConfigError(f"{key} needs a value.")
     value = coerce(key, value, meta["kind"]() if meta["kind"] is not str else "")
     if meta["choices"] and value not in meta["choices"]:
-        raise ConfigError(f"{key} cannot be {value!r}.{nearest(value, meta['choices'])} It is one of: {', '.join(meta['choices'])}.")
+        raise ConfigError(
+            f"{key} cannot be {value!r}.{nearest(value, meta['choices'])} It is one of: {', '.join(meta['choices'])}."
+        )
     if key in ("nproc", "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout_seconds") and value < 1:
         raise ConfigError(f"{key} must be at least 1, not {value}.")
     if key == "clip" and not value > 0:
@@ -157,7 +181,9 @@ def shard_size(text: str) -> int | None:
                 return int(float(number) * unit)
         except ValueError:
             pass
-    raise ConfigError(f"shard_by cannot be {text!r}. It is 'block', 'whole', or a size in parameters such as 'size:10M'.")
+    raise ConfigError(
+        f"shard_by cannot be {text!r}. It is 'block', 'whole', or a size in parameters such as 'size:10M'."
+    )
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def adapt_ddp(ddp: DistributedDataParallel, size: int) -> None:
     """Let DDP's C++ reducer work on fake tensors: the all-reduce is issued from Python, the buckets stay."""
 
     # DDP compares these annotations with the real types, so they must not be strings.
-    def all_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def all_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         buffer.div_(size)
         dist.all_reduce(buffer)
@@ -65,4 +65,4 @@ def adapt_ddp(ddp: DistributedDataParallel, size: int) -> None:
         return done
 
     ddp.register_comm_hook(None, all_reduce)
-    ddp.reducer = _FixedBuckets(ddp.reducer)
+    ddp.reducer = _FixedBuckets(ddp.reducer)  # type: ignore[assignment]

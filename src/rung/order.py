@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 8
 _BLOCK = 4096  # positions computed at a time: numpy's call overhead is spread over them
 
 UInts = NDArray[np.uint64]
@@ -66,10 +65,12 @@ class Order:
 
     def _permute(self, positions: UInts, epoch: int) -> UInts:
         bits = max(2, (self.num_samples - 1).bit_length())
+        # A half of two or three bits mixes little in a round; small sets need more of them to reach every order alike.
+        rounds = 16 if bits < 16 else 8
         low_bits = np.uint64(bits // 2)
         low_mask = np.uint64((1 << (bits // 2)) - 1)
         high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-        keys = [np.uint64(mix(self.seed, epoch, number)) for number in range(_ROUNDS)]
+        keys = [np.uint64(mix(self.seed, epoch, number)) for number in range(rounds)]
         values = positions
         outside = np.ones(len(values), dtype=bool)
         while outside.any():

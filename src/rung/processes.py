@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends (Linux)."""
+    """End this process when the one that started it ends, however that ends. Call from a process's first thread."""
+    starter = multiprocessing.parent_process()
     if sys.platform != "linux":
+        if starter is not None:
+            threading.Thread(target=_follow, args=(starter,), name="rung-parent", daemon=True).start()
         return
-    parent = os.getppid()
+    # By the kernel: a process that is busy in C++ and runs no Python ends as well.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended between the two calls
+    if starter is not None and starter.pid is not None and not is_running(starter.pid):  # it was gone before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _follow(process: multiprocessing.process.BaseProcess) -> None:
+    process.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:

@@ -10,6 +10,7 @@ own rows of it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class Session:
         for size in cut.micro_sizes(num_rows):
             start, stop = cut.piece(size)
             rows = slice(base + start, base + stop) if start < stop else slice(base, base + 1)
-            pieces.append(MicroBatch(map_tensors(batch, lambda t, rows=rows: t[rows]), stop - start, size))
+            pieces.append(MicroBatch(map_tensors(batch, operator.itemgetter(rows)), stop - start, size))
             base += size
         return Window(self.num_steps + 1, 0, pieces, ends_epoch=False)
 

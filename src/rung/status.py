@@ -12,7 +12,19 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-PHASES = ("not started", "starting", "building", "reading data", "forward", "backward", "update", "logging", "evaluating", "saving", "finished")
+PHASES = (
+    "not started",
+    "starting",
+    "building",
+    "reading data",
+    "forward",
+    "backward",
+    "update",
+    "logging",
+    "evaluating",
+    "saving",
+    "finished",
+)
 _SLOT = struct.Struct("<qii")  # step, phase, pid
 _SLOT_BYTES = 64  # a cache line each, so that ranks do not disturb each other
 

@@ -8,7 +8,7 @@ points. This module parses and sizes them; it imports no torch and knows no proc
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rung.errors import StrategyError, nearest
 
@@ -108,7 +108,11 @@ def parse(text: str, num_ranks: int, ranks_per_host: int | None = None) -> Layou
         if len(sizes) > 1:
             raise StrategyError(f"{text!r}: {name} has one size, as in '{name}{_sized(name, num_ranks)}'.")
         size = sizes[0] if sizes else num_ranks
-        layout = replace(Layout(name, zero=preset.zero), **{preset.axis: size})
+        layout = (
+            Layout(name, zero=preset.zero, dp_replicate=size)
+            if preset.axis == "dp_replicate"
+            else Layout(name, zero=preset.zero, dp_shard=size)
+        )
     if layout.num_ranks != num_ranks:
         raise StrategyError(
             f"{text!r} is a layout of {layout.num_ranks} processes, but the job has {num_ranks}. "

@@ -115,7 +115,9 @@ class Task:
                 raise ConfigError(f"{self.name}: {_explain_unknown(self, key, known)}")
             function, _, argument = key.partition(".")
             bound.setdefault(function, {})[argument] = coerce(key, value, known[key])
-        changes = {name: functools.partial(getattr(self, name), **kwargs) for name, kwargs in bound.items()}
+        changes: dict[str, Any] = {
+            name: functools.partial(getattr(self, name), **kwargs) for name, kwargs in bound.items()
+        }
         return replace(self, **changes) if changes else self
 
 
@@ -133,9 +135,7 @@ def load_task(path: str | Path) -> Task:
     missing = [name for name, role in ROLES.items() if role.required and name not in found]
     if missing:
         own = [key for key, value in found.items() if callable(value)]
-        hints = "".join(
-            f"\n  missing: def {ROLES[name].call(name)}{_hint_for(name, own)}" for name in missing
-        )
+        hints = "".join(f"\n  missing: def {ROLES[name].call(name)}{_hint_for(name, own)}" for name in missing)
         raise TaskError(f"{file} is not a complete task.{hints}\n`rung new NAME` writes a task file that runs.")
     chosen = {key: found[key] for key in (*ROLES, *VALUES) if key in found}
     for key, kind in VALUES.items():
@@ -281,5 +281,3 @@ def _refuse_misspelt(file: Path, module: ModuleType, found: Mapping[str, Any]) -
 def _hint_for(name: str, own: list[str]) -> str:
     match = difflib.get_close_matches(name, own, n=1, cutoff=0.6)
     return f"   (is it {match[0]!r}?)" if match else ""
-
-

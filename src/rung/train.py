@@ -186,8 +186,16 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     cut = batches.cut
-    log.info("%s, %s on %s%s", task.name, layout.describe(), world.device.type, f" ({world.backend})" if world.mesh is not None else "")
-    log.info("  model: %s parameters%s, %s", f"{trainable:,}", f" ({frozen:,} frozen)" if frozen else "", config.precision)
+    log.info(
+        "%s, %s on %s%s",
+        task.name,
+        layout.describe(),
+        world.device.type,
+        f" ({world.backend})" if world.mesh is not None else "",
+    )
+    log.info(
+        "  model: %s parameters%s, %s", f"{trainable:,}", f" ({frozen:,} frozen)" if frozen else "", config.precision
+    )
     per_rank = -(-cut.global_micro_batch // cut.num_ranks)
     samples = f"{batches.num_samples:,} samples" if batches.num_samples is not None else "an iterable data set"
     log.info(

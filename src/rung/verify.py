@@ -104,10 +104,12 @@ def verify_command(
         jobs = _Jobs(path, plan.resolved.arguments, config, Path(scratch), console)
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
             shown = progress.add_task("starting")
-            rows = []
+            rows: list[Row] = []
             for optimizer in OPTIMIZERS:
                 for name in names:
-                    progress.update(shown, description=f"{name}, {optimizer} ({len(rows) + 1} of {len(OPTIMIZERS) * len(names)})")
+                    progress.update(
+                        shown, description=f"{name}, {optimizer} ({len(rows) + 1} of {len(OPTIMIZERS) * len(names)})"
+                    )
                     rows.append(jobs.row(name, natural_num_ranks(name) or num_ranks, optimizer, tolerance))
     failed = [row for row in rows if not row.passes(tolerance)]
     if as_json:
@@ -239,6 +241,12 @@ def _table(rows: list[Row], tolerance: float) -> Table:
         figures = [f"{value:.1e}" for value in (row.parameters, row.buffers, row.losses, row.grad_norms)]
         if row.error is not None:
             figures = ["-"] * 4
-        verdict = "[green]same[/green]" if row.passes(tolerance) else "[red]DIFFERS[/red]" if row.error is None else "[red]FAILED[/red]"
+        verdict = (
+            "[green]same[/green]"
+            if row.passes(tolerance)
+            else "[red]DIFFERS[/red]"
+            if row.error is None
+            else "[red]FAILED[/red]"
+        )
         table.add_row(row.strategy, str(row.num_ranks), row.optimizer, *figures, verdict)
     return table

@@ -148,7 +148,9 @@ def open_world(
     rank, size = environment_rank(), environment_size()
     local_rank, local_size = environment_local_rank(), environment_local_size()
     if size != layout.num_ranks:
-        raise EnvironmentProblem(f"{layout.name} needs {layout.num_ranks} processes, but the environment says WORLD_SIZE={size}.")
+        raise EnvironmentProblem(
+            f"{layout.name} needs {layout.num_ranks} processes, but the environment says WORLD_SIZE={size}."
+        )
     where = choose_device(device, backend, local_rank, local_size)
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -160,7 +162,7 @@ def open_world(
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(name, rank=rank, world_size=size, timeout=timeout)
     else:  # one process that nobody launched
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     mesh = init_device_mesh(where.type, tuple(layout.axes.values()), mesh_dim_names=tuple(layout.axes))
     world = World(layout, rank, size, local_rank, where, name, mesh)
     try:
@@ -198,7 +200,9 @@ def choose_device(device: str, backend: str, local_rank: int, local_size: int) -
     if device == "cpu" or (device == "auto" and gpus == 0):
         return torch.device("cpu")
     if gpus == 0:
-        raise EnvironmentProblem("device=cuda was asked for, but torch sees no GPU here. Use device=cpu, or device=auto.")
+        raise EnvironmentProblem(
+            "device=cuda was asked for, but torch sees no GPU here. Use device=cpu, or device=auto."
+        )
     if local_size > gpus and backend != "gloo":
         raise EnvironmentProblem(
             f"{local_size} processes on {gpus} GPU{'s' if gpus > 1 else ''}: NCCL takes one process a GPU. Use --nproc {gpus}, "
@@ -209,7 +213,9 @@ def choose_device(device: str, backend: str, local_rank: int, local_size: int) -
 
 def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "nccl" and device.type != "cuda":
-        raise EnvironmentProblem("backend=nccl moves data between GPUs only, and this run is on the CPU. Use backend=gloo.")
+        raise EnvironmentProblem(
+            "backend=nccl moves data between GPUs only, and this run is on the CPU. Use backend=gloo."
+        )
     if device.type == "cpu" or backend == "gloo":
         return "gloo"
     # gloo beside NCCL carries what lives on the host: logged values and offloaded gradients.

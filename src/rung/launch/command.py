@@ -41,7 +41,7 @@ def prepare(
     flags: Mapping[str, Any] | None = None,
     assignments: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Read the task and the settings, choose layout and device, and refuse what cannot be, all before any process starts."""
+    """Read task and settings, choose layout and device, and refuse what cannot be, before any process starts."""
     task = load_task(path)
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
     config = resolved.config
@@ -83,7 +83,7 @@ def train(
     job = Job(str(Path(path).resolve()), plan.strategy, plan.config, plan.resolved.arguments, str(folder))
     started = time.monotonic()
     try:
-        summary, view = launch(job, plan.layout.num_ranks, console=console)
+        summary, _ = launch(job, plan.layout.num_ranks, console=console)
     except Interrupted as error:
         console.print(f"interrupted; what was written lies in {folder}")
         return 128 + int(error.signal_number) if error.signal_number != signal.SIGINT else 130
@@ -93,7 +93,11 @@ def train(
     if summary.evaluation is not None:
         figures += [f"eval {name} {value:.4g}" for name, value in summary.evaluation.metrics.items()]
     console.print("done: " + ", ".join(figures), highlight=False)
-    console.print(f"results: {folder}/ (metrics.jsonl, model.safetensors, tensorboard/, logs/, config.toml)", highlight=False, soft_wrap=True)
+    console.print(
+        f"results: {folder}/ (metrics.jsonl, model.safetensors, tensorboard/, logs/, config.toml)",
+        highlight=False,
+        soft_wrap=True,
+    )
     return 0
 
 

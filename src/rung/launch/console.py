@@ -52,7 +52,9 @@ class _Tail:
 class JobConsole:
     """Runs beside the job in a thread of the launcher. Use as a context manager."""
 
-    def __init__(self, run_dir: Path, num_ranks: int, board: StatusBoard, console: Console, *, quiet: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path, num_ranks: int, board: StatusBoard, console: Console, *, quiet: bool = False
+    ) -> None:
         self.deaths: dict[int, float] = {}
         self.processes: dict[int, Any] = {}  # kept for their exit codes: the agent forgets them
         self.last_step: dict[str, Any] = {}
@@ -103,7 +105,7 @@ class JobConsole:
         for rank in range(self._num_ranks):
             pid = self._board.read(rank).pid
             if pid and rank not in self.processes:
-                self.processes |= {rank: child for child in multiprocessing.active_children() if child.pid == pid}
+                self.processes.update((rank, child) for child in multiprocessing.active_children() if child.pid == pid)
             if pid and rank not in self.deaths and not is_running(pid):
                 self.deaths[rank] = time.time()
         for rank, tail in enumerate(self._logs):
@@ -140,7 +142,9 @@ class JobConsole:
             if not self._quiet:
                 shown = {k: v for k, v in row.items() if k not in ("event", "step", "epoch", "seconds")}
                 figures = "  ".join(f"{name} {_number(value)}" for name, value in shown.items())
-                self._console.print(f"  evaluation after step {row['step']} (epoch {row['epoch'] + 1}): {figures}", highlight=False)
+                self._console.print(
+                    f"  evaluation after step {row['step']} (epoch {row['epoch'] + 1}): {figures}", highlight=False
+                )
 
     def _draw(self) -> None:
         status = self._board.read(0)

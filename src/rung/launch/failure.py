@@ -134,9 +134,17 @@ def format_error(error: BaseException) -> str:
 
 
 def _headline(rank: int, record: FailureRecord | None, status: RankStatus, exit_code: int | None) -> str:
-    where = f"in step {status.step}, phase {status.phase}" if status.step else f"before the first step, phase {status.phase}"
+    where = (
+        f"in step {status.step}, phase {status.phase}"
+        if status.step
+        else f"before the first step, phase {status.phase}"
+    )
     if record is not None:
-        where = f"in step {record.step}, phase {record.phase}" if record.step else f"before the first step, phase {record.phase}"
+        where = (
+            f"in step {record.step}, phase {record.phase}"
+            if record.step
+            else f"before the first step, phase {record.phase}"
+        )
         return f"rank {rank} failed {where}: {record.summary}"
     if exit_code is not None and exit_code < 0:
         name = _signal_name(-exit_code)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
-import sys
+import threading
 import time
 import uuid
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -18,87 +22,120 @@ from rung.errors import JobFailed
 from rung.launch.console import JobConsole
 from rung.launch.failure import read_failures, report
 from rung.status import StatusBoard
-from rung.train import Job, Summary
 
-_SHUTDOWN_SECONDS = "5"
+if TYPE_CHECKING:  # torch is imported later, while the server that `warm_up` starts imports it, too
+    from rung.launch.agent import Ranks
+    from rung.train import Job, Summary
 
 
 class Interrupted(Exception):
     """Ctrl-C, or a polite request to end."""
 
     def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(f"interrupted in step {step}")
+        super().__init__(f"interrupted in step {step}" if step else "interrupted before the first step")
         self.signal_number = signal_number
 
 
 def warm_up() -> None:
     """Start the server that ranks are forked from, in the background: it imports torch while the launcher does, too."""
     multiprocessing.set_forkserver_preload(["rung.launch.rank", "torch.distributed.fsdp", "torch.distributed.tensor"])
-    forkserver.ensure_running()
+    # The server ignores Ctrl-C only once it has imported everything. Born with the signal blocked, it never shows a
+    # traceback of its own. (The tracker comes first, because starting it unblocks the signal again.)
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    atexit.register(_cool_down)
+
+
+def _cool_down() -> None:
+    """End the server with the launcher, not a moment after; a rank that nobody knows of ends with it."""
+    server = getattr(forkserver, "_forkserver", None)
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def launch(job: Job, num_ranks: int, *, console: Console, quiet: bool = False) -> tuple[Summary, JobConsole]:
     """Run a job to its end in `num_ranks` processes. Raises JobFailed with the report of a failure."""
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from rung.launch.rank import rank_main
+    from rung.launch.agent import SIGNALS, Ranks
 
     assert job.run_dir is not None
     folder = Path(job.run_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     state = folder / ".state"
     state.mkdir(exist_ok=True)
-    for old in state.glob("rank-*.json"):
-        old.unlink()
+    for old in [*state.glob("rank-*.json"), state / "summary"]:
+        old.unlink(missing_ok=True)
     board = StatusBoard(state / "status", num_ranks, create=True)
-    _silence_agent()
-    _prepare_environment()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # a port of the system's choice: any number of jobs at once
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="forkserver",
-    )
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    ranks = Ranks(board)
     view = JobConsole(folder, num_ranks, board, console, quiet=quiet)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         with view:
-            results = elastic_launch(config, rank_main)(job, str(folder), num_ranks)
+            try:
+                _run_agent(job, num_ranks, ranks)
+            finally:
+                ranks.end()
     except SignalException as error:
         raise Interrupted(error.sigval, board.read(0).step) from None
-    except ChildFailedError:
-        raise JobFailed(_explain(folder, board, view)) from None
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if not all(board.read(rank).finished for rank in range(num_ranks)):
-        raise JobFailed(_explain(folder, board, view))
-    return results[0], view
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if not ranks.finished() or not (state / "summary").exists():
+        failures, logs = read_failures(state), folder / "logs"
+        raise JobFailed(report(failures, ranks.statuses(), ranks.exit_codes(), ranks.deaths, logs))
+    summary: Summary = pickle.loads((state / "summary").read_bytes())
+    return summary, view
 
 
-def _explain(folder: Path, board: StatusBoard, view: JobConsole) -> str:
-    statuses = [board.read(rank) for rank in range(board.num_ranks)]
-    exit_codes: dict[int, int | None] = {}
-    for rank in range(board.num_ranks):
-        process = view.processes.get(rank)
-        if process is not None:
-            process.join(1)
-        exit_codes[rank] = process.exitcode if process is not None else None
-    return report(read_failures(folder / ".state"), statuses, exit_codes, view.deaths, folder / "logs")
+def _run_agent(job: Job, num_ranks: int, ranks: Ranks) -> None:
+    from torch.distributed.elastic.agent.server import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    from torch.distributed.launcher.api import LaunchConfig
 
+    from rung.launch.agent import RankAgent
+    from rung.launch.rank import rank_main
 
-def _prepare_environment() -> None:
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
-    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: do not depend on how its name resolves
+    _silence_agent()
+    # No log directory of the agent's: it would stay behind in /tmp, and the ranks write their own.
+    nowhere = DefaultLogsSpecs(log_dir=os.devnull)
+    defaults = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, logs_specs=nowhere)
+    rendezvous = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint="127.0.0.1:0",  # a port of the system's choice: any number of jobs at once
+            run_id=uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",
+            **defaults.rdzv_configs,
+        )
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        entrypoint=rank_main,
+        args=(job, num_ranks),
+        rdzv_handler=rendezvous,
+        max_restarts=0,
+        monitor_interval=0.05,
+        local_addr="127.0.0.1",
+        numa_options=defaults.numa_options,
+    )
+    try:
+        RankAgent(ranks, spec, logs_specs=nowhere, start_method="forkserver").run()
+    finally:
+        rendezvous.shutdown()
 
 
 def _silence_agent() -> None:

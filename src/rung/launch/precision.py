@@ -1,4 +1,4 @@
-"""Whether this machine can compute in half precision at a reasonable speed: measured, in a moment, before the first step."""
+"""Whether this machine computes in half precision at a reasonable speed: measured, before the first step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def half_precision_warning(config: RunConfig) -> str | None:
     if ratio < _SLOW:
         return None
     return (
-        f"this CPU has no fast {config.precision} arithmetic: a matrix product takes {ratio:.0f} times as long as in fp32. "
-        "Expect very slow steps; --precision fp32 is the quick choice here."
+        f"this CPU has no fast {config.precision} arithmetic: a matrix product takes {ratio:.0f} times as long as in "
+        "fp32. Expect very slow steps; --precision fp32 is the quick choice here."
     )
 
 

@@ -21,7 +21,6 @@ from rung.train import Job, Summary, worker
 from rung.world import environment_local_size, environment_rank
 
 
-
 def rank_main(job: Job, run_dir: str, num_ranks: int) -> Summary:
     """The entry point that the elastic agent starts in each process."""
     folder, rank = Path(run_dir), environment_rank()
@@ -69,7 +68,12 @@ class _Formatter(logging.Formatter):
 
 
 def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: Any = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: Any = None,
 ) -> None:
     text = " ".join(str(message).split())
     sys.stderr.write(f"{WARNING_MARK}{category.__name__}: {text} ({filename}:{lineno})\n")

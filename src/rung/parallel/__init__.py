@@ -1,6 +1,6 @@
 """From a plain module to one that is spread over the world: the one place where the order of transformations stands.
 
-batch norm -> activation checkpointing -> compile -> shard. Storage is given by `Weights.fill` as the last step needs it.
+batch norm -> activation checkpointing -> compile -> shard. Storage comes from `Weights.fill` as the last step needs it.
 DDP is not here: it is a wrapper around a finished module and belongs to the runtime.
 """
 
@@ -37,7 +37,9 @@ def parallelize(weights: Weights, world: World, config: RunConfig, blocks: str |
             notes.append("batch norm: local, each rank normalises by its own samples; rank 0's statistics are kept")
 
     if config.activation_checkpointing != "none":
-        apply_activation_checkpointing([block for _, block in find_blocks(model, blocks)], config.activation_checkpointing)
+        apply_activation_checkpointing(
+            [block for _, block in find_blocks(model, blocks)], config.activation_checkpointing
+        )
 
     if config.compile and layout.shards_parameters:
         # Block by block: the gathering between blocks cannot be compiled. Whole models are compiled by the runtime.

@@ -43,7 +43,7 @@ def _keep_costly(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpo
 def apply_activation_checkpointing(blocks: list[nn.Module], mode: str) -> None:
     """Wrap the blocks' forward in place: the modules keep their type and their parameters' names."""
     for block in blocks:
-        block.forward = _checkpointed(block, mode)  # type: ignore[method-assign]
+        block.forward = _checkpointed(block, mode)
 
 
 def _checkpointed(block: nn.Module, mode: str) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def _checkpointed(block: nn.Module, mode: str) -> Callable[..., Any]:
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if mode == "selective":
-            keeping, recomputing = create_selective_checkpoint_contexts(_keep_costly)
+            keeping, recomputing = create_selective_checkpoint_contexts(_keep_costly)  # type: ignore[no-untyped-call]
         else:
             keeping, recomputing = nullcontext(), nullcontext()
         return keeping, _both(_unchanged_buffers(block), recomputing)

@@ -22,8 +22,14 @@ class _SyncStatistics(torch.autograd.Function):
     """Normalise by the statistics of all ranks. Returns (output, mean, biased variance, count)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, counted: bool, group: dist.ProcessGroup
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        counted: bool,
+        group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_channels = x.shape[1]
         dims = [d for d in range(x.dim()) if d != 1]
@@ -48,7 +54,7 @@ class _SyncStatistics(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         values, weight, mean, inverse, total = ctx.saved_tensors
         dims = [d for d in range(values.dim()) if d != 1]
         shape = [1, values.shape[1]] + [1] * (values.dim() - 2)
@@ -116,8 +122,8 @@ def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[S
     for name, module in batch_norms(model):
         if type(module) not in _KNOWN:
             raise ModelError(
-                f"{name} is a {type(module).__name__}, a batch norm with code of its own, which cannot be synchronised. "
-                "Use --set batch_norm=local, or torch's own class."
+                f"{name} is a {type(module).__name__}, a batch norm with code of its own, which cannot be "
+                "synchronised. Use --set batch_norm=local, or torch's own class."
             )
         module.__class__ = SyncBatchNorm
         assert isinstance(module, SyncBatchNorm)

@@ -18,7 +18,9 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str,
     if pattern is not None:
         found = [(n, m) for n, m in named if fnmatch.fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")]
         if not found:
-            raise ModelError(f"blocks = {pattern!r} matches no module of the model.{nearest(pattern, [n for n, _ in named])}")
+            raise ModelError(
+                f"blocks = {pattern!r} matches no module of the model.{nearest(pattern, [n for n, _ in named])}"
+            )
         return found
     best: list[tuple[str, nn.Module]] = []
     best_size = 0

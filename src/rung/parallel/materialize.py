@@ -107,7 +107,7 @@ def _on_meta(tensor: Tensor) -> bool:
 
 
 def _all_meta(model: nn.Module) -> bool:
-    """Whether everything that must be filled later can be found by name: parameters and buffers on meta, nothing else."""
+    """Whether all that must be filled later can be found by name: parameters and buffers on meta, nothing else."""
     for module in model.modules():
         registered = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         if any(not _on_meta(tensor) for tensor in registered):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,9 @@ def apply_sharding(
         # cast copies of the whole model until backward: the memory that sharding is for.
         half = torch.bfloat16 if config.precision == "bf16" else torch.float16
         precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        notes.append(f"{config.precision}: sharded parameters are gathered in {config.precision} (master weights and reductions fp32)")
+        notes.append(
+            f"{config.precision}: parameters are gathered in {config.precision}; master weights and reductions are fp32"
+        )
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.offload == "cpu" else OffloadPolicy()
     keep = world.layout.zero == 2
     for module in [*(unit for _, unit in units), model]:
@@ -40,12 +43,13 @@ def apply_sharding(
                 module,
                 mesh=mesh,
                 # The root is needed again at once when backward starts, so it stays gathered under every stage.
-                reshard_after_forward=False if keep or module is model else True,
+                reshard_after_forward=not (keep or module is model),
                 mp_policy=precision,
                 offload_policy=offload,
             )
-    if config.unused_parameters == "allow" and hasattr(model, "set_reduce_scatter_unused_params"):
-        model.set_reduce_scatter_unused_params(True)
+    allow_unused: Any = getattr(model, "set_reduce_scatter_unused_params", None)  # torch 2.13
+    if config.unused_parameters == "allow" and allow_unused is not None:
+        allow_unused(True)
     return notes
 
 
@@ -112,7 +116,9 @@ def _without_shared(
             for parameter in module.parameters(recurse=False):
                 inside[id(parameter)] = inside.get(id(parameter), 0) + 1
         if any(users[key] > count for key, count in inside.items()):
-            notes.append(f"{name} shares a parameter with another part of the model; it is gathered with the whole model")
+            notes.append(
+                f"{name} shares a parameter with another part of the model; it is gathered with the whole model"
+            )
         else:
             kept.append((name, unit))
     return kept, notes

@@ -93,7 +93,9 @@ class MeshRuntime:
         self._sync_norms = sync_batch_norms(model)
         self._own_buffers = _buffers_besides(model, self._sync_norms)
         self._scaler = torch.amp.GradScaler(world.device.type) if config.precision == "fp16" else None
-        self._copies = torch.cuda.Stream(world.device) if world.device.type == "cuda" and not world.pretend else None
+        self._copies: Any = None
+        if world.device.type == "cuda" and not world.pretend:
+            self._copies = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._first_step = True
 
     # -- batches ------------------------------------------------------------------------------------------------
@@ -150,7 +152,9 @@ class MeshRuntime:
             total = window.num_global_samples
             return [micro.num_samples / total for micro in window.micro_batches], averaging
         weights = [self._weight(micro) for micro in window.micro_batches]
-        stacked = torch.stack([torch.as_tensor(w, device=self.world.device).to(torch.float64).reshape(()) for w in weights])
+        stacked = torch.stack(
+            [torch.as_tensor(w, device=self.world.device).to(torch.float64).reshape(()) for w in weights]
+        )
         total_weight = stacked.sum()
         if self.world.layout.num_data_ranks > 1:
             dist.all_reduce(total_weight, group=self.world.data_group)
@@ -168,7 +172,9 @@ class MeshRuntime:
         if self._first_step:
             if not isinstance(loss, Tensor) or loss.dim() != 0:
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise TaskError(f"{self.task.name}: loss() must return one number, the mean over its units; it returned {shape}.")
+                raise TaskError(
+                    f"{self.task.name}: loss() must return one number, the mean over its units; it returned {shape}."
+                )
             if not loss.requires_grad:
                 raise TaskError(f"{self.task.name}: the loss does not depend on any trainable parameter.")
         return loss
@@ -312,7 +318,9 @@ class MeshRuntime:
         num_rows = max(micro.num_samples, 1)
         for name, value in self.task.metrics(output, target).items():
             if isinstance(value, tuple) and len(value) == 2:
-                total, units = (torch.as_tensor(v, device=self.world.device).to(torch.float64).reshape(()) for v in value)
+                total, units = (
+                    torch.as_tensor(v, device=self.world.device).to(torch.float64).reshape(()) for v in value
+                )
             elif isinstance(value, Tensor) and value.dim() == 1 and value.shape[0] == num_rows:
                 total, units = value.to(torch.float64).sum(), count
             else:
@@ -335,7 +343,9 @@ class MeshRuntime:
                 continue
             whole = value.detach()
             if isinstance(whole, DTensor):
-                whole = whole.to(self.world.device).full_tensor() if whole.device != self.world.device else whole.full_tensor()
+                # Offloaded shards travel through the device, where the mesh's collectives are.
+                there = whole if whole.device == self.world.device else whole.to(self.world.device)
+                whole = there.full_tensor() if isinstance(there, DTensor) else there
             yield name, whole.cpu() if self.world.is_main else torch.empty(0)
 
     def state_bytes(self) -> dict[str, int]:

@@ -21,9 +21,13 @@ _FUSED_ON_SHARDS = (torch.optim.AdamW, torch.optim.Adam)  # DTensor knows no oth
 def make_optimizer(task: Task, model: nn.Module, *, fused: bool) -> Optimizer:
     optimizer = task.optimizer(model)
     if not isinstance(optimizer, Optimizer):
-        raise TaskError(f"{task.name}: optimizer(model) must return a torch Optimizer, but it returned {type(optimizer).__name__}.")
+        raise TaskError(
+            f"{task.name}: optimizer(model) must return a torch Optimizer, but it returned {type(optimizer).__name__}."
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TaskError(f"{task.name}: LBFGS evaluates the loss several times a step, which a step over many ranks does not offer.")
+        raise TaskError(
+            f"{task.name}: LBFGS evaluates the loss several times a step, which a step over many ranks does not offer."
+        )
     return _fused(optimizer) if fused else optimizer
 
 
@@ -31,12 +35,16 @@ def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> 
     if task.schedule is None:
         return None
     if total_steps is None:
-        raise TaskError(f"{task.name}: schedule() needs the number of steps, which the data set does not tell. Give --steps.")
+        raise TaskError(
+            f"{task.name}: schedule() needs the number of steps, which the data set does not tell. Give --steps."
+        )
     schedule = task.schedule(optimizer, total_steps)
     if isinstance(schedule, ReduceLROnPlateau):
         raise TaskError(f"{task.name}: ReduceLROnPlateau follows a metric, not the step. Return another LRScheduler.")
     if not isinstance(schedule, LRScheduler):
-        raise TaskError(f"{task.name}: schedule() must return an LRScheduler, but it returned {type(schedule).__name__}.")
+        raise TaskError(
+            f"{task.name}: schedule() must return an LRScheduler, but it returned {type(schedule).__name__}."
+        )
     return schedule
 
 

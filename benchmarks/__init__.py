@@ -1,0 +1,1 @@
+"""Measurements of Rung beside other ways to write the same training job."""

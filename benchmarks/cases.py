@@ -1,0 +1,84 @@
+"""What is measured: the jobs, how many processes take part in them, and how long a block of steps is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rung.task import Task, load_task
+
+_TASKS = Path(__file__).parent / "tasks"
+
+_GPT_124M = {
+    "model.layers": 12,
+    "model.width": 768,
+    "model.heads": 12,
+    "model.context": 1024,
+    "model.vocabulary": 50304,
+    "train_data.context": 1024,
+    "train_data.vocabulary": 50304,
+    "train_data.stride": 128,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training job. Every contender does this one, and nothing else."""
+
+    name: str
+    task: str
+    device: str
+    batch_size: int  # over all ranks
+    steps: int  # in one timed block
+    num_ranks: int = 1
+    strategy: str = "single"  # `single` has no process group; `ddp` has one, even for one rank
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    compile: bool = False
+    clip: float = 1.0
+    seed: int = 0
+    only_on_request: bool = False
+
+    @property
+    def rank_batch_size(self) -> int:
+        return self.batch_size // self.num_ranks
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.strategy != "single"
+
+    def load_task(self) -> Task:
+        """The functions that make model, data, loss and optimizer. Loaded anew at each call, so nothing is shared."""
+        return load_task(_TASKS / f"{self.task}.py").bind(self.arguments)
+
+    def settings(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "only_on_request"}
+
+
+def _cpu_cases() -> list[Case]:
+    short = {"model.context": 64, "train_data.context": 64}
+    gpt = Case("gpt", "gpt", "cpu", batch_size=8, steps=20, arguments=short)
+    mlp = Case("mlp", "mlp", "cpu", batch_size=64, steps=500)
+    cases = []
+    for case in (gpt, mlp):
+        cases.append(case)
+        cases.append(replace(case, name=f"{case.name}-ddp1", strategy="ddp", only_on_request=True))
+        cases.append(replace(case, name=f"{case.name}-ddp2", strategy="ddp", num_ranks=2))
+    return cases
+
+
+def _cuda_cases() -> list[Case]:
+    gpt = Case("gpt124m", "gpt", "cuda", batch_size=32, steps=30, arguments=_GPT_124M, precision="bf16")
+    return [gpt, replace(gpt, name="gpt124m-ddp1", strategy="ddp", only_on_request=True)]
+
+
+def find_cases(device: str, compile_choices: list[bool]) -> list[Case]:
+    """All cases of a device, each with and without compile as asked for."""
+    cases = _cpu_cases() if device == "cpu" else _cuda_cases()
+    return [
+        replace(case, name=f"{case.name}-compile", compile=True) if compiled else case
+        for case in cases
+        for compiled in compile_choices
+    ]

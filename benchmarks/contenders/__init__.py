@@ -1,0 +1,32 @@
+"""The four ways to write the same job, and how each of them is found."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+
+from benchmarks.cases import Case
+from benchmarks.contenders.common import Contender
+from rung.world import World
+
+# The order of the report. Where a package has two names, either will do.
+_PACKAGES: dict[str, tuple[str, ...]] = {
+    "hand": ("torch",),
+    "accelerate": ("accelerate",),
+    "fabric": ("lightning", "lightning_fabric"),
+    "rung": ("rung",),
+}
+CONTENDERS = tuple(_PACKAGES)
+
+
+def missing_package(name: str) -> str | None:
+    """What would have to be installed for a contender to take part."""
+    packages = _PACKAGES[name]
+    return None if any(find_spec(package) is not None for package in packages) else " or ".join(packages)
+
+
+def build_contender(name: str, case: Case, world: World) -> Contender:
+    # Imported here, so that a contender that was left out is not imported, either: some of them patch torch.
+    module = importlib.import_module(f"benchmarks.contenders.with_{name}")
+    contender: Contender = module.build(case, world)
+    return contender

@@ -1,0 +1,61 @@
+"""The job with Rung: its own loop, `rung.train.run`, as `rung train` calls it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.cases import Case
+from benchmarks.contenders.common import LOG_EVERY, Contender, Stopwatch
+from rung.config import resolve
+from rung.metrics import EvalRecord, StepRecord
+from rung.runtime import build_runtime
+from rung.train import make_batches, run
+from rung.world import World
+
+
+class WithRung:
+    def __init__(self, case: Case, world: World) -> None:
+        self._task, self._world = case.load_task(), world
+        settings = {
+            "batch_size": case.batch_size,
+            "seed": case.seed,
+            "device": case.device,
+            "precision": case.precision,
+            "clip": case.clip,
+            "compile": case.compile,
+            "log_every": LOG_EVERY,
+        }
+        self._config = resolve(self._task, flags=settings).config
+        self._runtime = build_runtime(self._task, world, self._config)
+        self._num_steps = 0  # taken so far
+
+    def run(self, num_steps: int, stopwatch: Stopwatch) -> float:
+        first, self._num_steps = self._num_steps, self._num_steps + num_steps
+        config = replace(self._config, steps=self._num_steps, epochs=None)
+        batches = make_batches(self._task, config, self._world, start_step=first)
+        observer = _Marker(stopwatch, first)
+        summary = run(self._runtime, batches, world=self._world, config=config, observers=[observer])
+        return summary.last.loss if summary.last is not None else float("nan")
+
+
+class _Marker:
+    """Told of the steps when their figures have been read from the device; the others mark at the same moment."""
+
+    def __init__(self, stopwatch: Stopwatch, first_step: int) -> None:
+        self._stopwatch, self._first_step = stopwatch, first_step
+
+    def on_steps(self, records: list[StepRecord]) -> None:
+        self._stopwatch.mark(records[-1].step - self._first_step)
+
+    def on_start(self, facts: dict[str, Any]) -> None: ...
+
+    def on_evaluation(self, record: EvalRecord) -> None: ...
+
+    def on_end(self, facts: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def build(case: Case, world: World) -> Contender:
+    return WithRung(case, world)

@@ -1,0 +1,103 @@
+"""From the times of blocks to what is shown and kept: medians, ratios to the hand-written loop; a table and a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import Measured, Plan
+from rung.processes import num_cores
+from rung.version import VERSION
+
+YARDSTICK = "hand"
+
+
+def summarise(plan: Plan, measured: Measured) -> dict[str, Any]:
+    """The part of the report on one case. Ratios are taken within a repetition, before their median."""
+    rows = {}
+    yardstick = measured.seconds_per_step.get(YARDSTICK)
+    for name, seconds in measured.seconds_per_step.items():
+        row: dict[str, Any] = {
+            "seconds_per_step": _spread(seconds),
+            "blocks_seconds_per_step": seconds,
+            "last_loss": measured.last_loss[name],
+        }
+        if yardstick is not None:
+            row["ratio_to_hand"] = _spread([own / other for own, other in zip(seconds, yardstick, strict=True)])
+        rows[name] = row
+    settings = plan.case.settings() | {
+        "steps": plan.steps,
+        "repeats": plan.repeats,
+        "threads_per_rank": plan.threads,
+    }
+    return {"settings": settings, "contenders": rows}
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rung": VERSION,
+        "cores": num_cores(),
+        "cpu": _cpu_name(),
+        "load_average_before": round(os.getloadavg()[0], 2),
+    }
+    for package in ("accelerate", "lightning", "lightning-fabric"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if device == "cuda":
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return facts
+
+
+def table(cases: dict[str, Any]) -> Table:
+    shown = Table(title="ms a step, and the ratio to the hand-written loop: median and range over repetitions")
+    for heading in ("case", "contender"):
+        shown.add_column(heading, no_wrap=True)
+    for heading in ("ms", "range", "ratio", "range", "loss"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for name, case in cases.items():
+        for contender, row in case["contenders"].items():
+            milliseconds = _texts(row["seconds_per_step"], 1000, 2)
+            ratio = _texts(row["ratio_to_hand"], 1, 3) if "ratio_to_hand" in row else ("-", "-")
+            shown.add_row(name, contender, *milliseconds, *ratio, f"{row['last_loss']:.3f}")
+        shown.add_section()
+    return shown
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def show(console: Console, cases: dict[str, Any]) -> None:
+    console.print(table(cases))
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _texts(spread: dict[str, float], scale: float, digits: int) -> tuple[str, str]:
+    median, least, greatest = (f"{spread[key] * scale:.{digits}f}" for key in ("median", "min", "max"))
+    return median, f"{least}..{greatest}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

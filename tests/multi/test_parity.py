@@ -1,0 +1,49 @@
+"""Every strategy gives the numbers of one process: float64, SGD with momentum and parameter groups, after 7 steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from rung.config import RunConfig
+from tests.harness import on_ranks
+from tests.matrix import BATCH_SIZE, ROWS, Row
+from tests.parity import by_hand, largest_difference, with_rung
+from tests.tasks import TASKS
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_strategy_matches_one_process(row: Row) -> None:
+    config = RunConfig(
+        batch_size=BATCH_SIZE, micro_batch=row.micro_batch, steps=7, precision="fp64", clip=0.5, device="cpu"
+    )
+    make_task = TASKS[row.model]
+    expected = by_hand(make_task(), config, row.global_micro_batch)
+    found = on_ranks(with_rung, row.num_ranks, make_task, row.strategy, config)
+    assert largest_difference(expected, found[0]) < 1e-9
+    assert all(rank.losses == found[0].losses for rank in found), "the logged loss is the same on all ranks"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_loss_weighted_by_tokens_matches_one_process(strategy: str, micro_batch: int | None) -> None:
+    """Padded text: micro-batches count by their tokens, and some have none at all."""
+    config = RunConfig(batch_size=25, micro_batch=micro_batch, steps=5, precision="fp64", clip=0.5, device="cpu")
+    expected = by_hand(TASKS["padded"](), config, None if micro_batch is None else micro_batch * 4)
+    found = on_ranks(with_rung, 4, TASKS["padded"], strategy, config)
+    assert largest_difference(expected, found[0]) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_three_samples_on_four_ranks(strategy: str) -> None:
+    config = RunConfig(batch_size=3, steps=4, precision="fp64", device="cpu")
+    expected = by_hand(TASKS["images"](), config)
+    found = on_ranks(with_rung, 4, TASKS["images"], strategy, config)
+    assert largest_difference(expected, found[0]) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_adamw_matches_one_process(strategy: str) -> None:
+    config = RunConfig(batch_size=25, steps=6, precision="fp64", device="cpu")
+    expected = by_hand(TASKS["adamw"](), config)
+    found = on_ranks(with_rung, 2, TASKS["adamw"], strategy, config)
+    assert largest_difference(expected, found[0]) < 1e-9
