@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench bench-gpu clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -35,6 +35,9 @@ test-all: lint
 
 bench: .venv/bench
 	$(BIN)/python -m benchmarks.speed --device cpu
+
+bench-gpu: .venv/bench
+	$(BIN)/python -m benchmarks.speed --device cuda
 
 clean:
 	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

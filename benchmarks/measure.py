@@ -41,26 +41,25 @@ class Plan:
     threads: int  # of each rank
 
     def order(self, repetition: int) -> list[str]:
-        """Everyone is first, and last, equally often; and nobody always follows the same neighbour."""
-        shift = repetition % len(self.contenders)
+        """Rotated each time, so that everyone is first equally often; turned round after a full circle."""
+        circles, shift = divmod(repetition, len(self.contenders))
         rotated = [*self.contenders[shift:], *self.contenders[:shift]]
-        return rotated if repetition % 2 == 0 else rotated[::-1]
+        return rotated if circles % 2 == 0 else rotated[::-1]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds a step of every block, by contender, in the order of the repetitions; and the loss at the end."""
+    """Seconds a step of every block, by contender, in the order of the repetitions; and the mean loss of the last."""
 
     seconds_per_step: dict[str, list[float]]
-    last_loss: dict[str, float]
+    mean_loss: dict[str, float]
 
 
 def measure(plan: Plan) -> Measured:
     """Start the ranks of a case, wait for them, and put their times together."""
     case = plan.case
-    os.environ["OMP_NUM_THREADS"] = str(
-        plan.threads
-    )  # inherited; a peer chooses for everyone if it finds no such choice
+    # Inherited by the ranks. A peer that finds it unset chooses a number itself, for the whole process.
+    os.environ["OMP_NUM_THREADS"] = str(plan.threads)
     # On a port of the system's choice, and held by this process from the beginning: no two runs collide.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if case.is_distributed else None
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +72,7 @@ def measure(plan: Plan) -> Measured:
         name: [max(times) for times in zip(*(result["seconds_per_step"][name] for result in found), strict=True)]
         for name in plan.contenders
     }
-    return Measured(seconds, found[0]["last_loss"])
+    return Measured(seconds, found[0]["mean_loss"])
 
 
 def _rank_main(rank: int, plan: Plan, port: int | None, folder: str) -> None:
@@ -104,7 +103,7 @@ def _measure_on_rank(plan: Plan, world: World) -> dict[str, Any]:
             stopwatch = Stopwatch(world.device)
             losses[name] = contenders[name].run(_LEAD_IN + plan.steps, stopwatch)
             seconds[name].append(stopwatch.seconds_per_step(_LEAD_IN, _LEAD_IN + plan.steps))
-    return {"seconds_per_step": seconds, "last_loss": losses}
+    return {"seconds_per_step": seconds, "mean_loss": losses}
 
 
 def _describe_job(rank: int, case: Case, port: int | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich import box
 from rich.table import Table
 
 from benchmarks.measure import Measured, Plan
@@ -29,7 +29,7 @@ def summarise(plan: Plan, measured: Measured) -> dict[str, Any]:
         row: dict[str, Any] = {
             "seconds_per_step": _spread(seconds),
             "blocks_seconds_per_step": seconds,
-            "last_loss": measured.last_loss[name],
+            "mean_loss": measured.mean_loss[name],
         }
         if yardstick is not None:
             row["ratio_to_hand"] = _spread([own / other for own, other in zip(seconds, yardstick, strict=True)])
@@ -62,7 +62,7 @@ def machine_facts(device: str) -> dict[str, Any]:
 
 
 def table(cases: dict[str, Any]) -> Table:
-    shown = Table(title="ms a step, and the ratio to the hand-written loop: median and range over repetitions")
+    shown = Table(title="ms a step, and the ratio to the hand-written loop", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for heading in ("case", "contender"):
         shown.add_column(heading, no_wrap=True)
     for heading in ("ms", "range", "ratio", "range", "loss"):
@@ -71,7 +71,7 @@ def table(cases: dict[str, Any]) -> Table:
         for contender, row in case["contenders"].items():
             milliseconds = _texts(row["seconds_per_step"], 1000, 2)
             ratio = _texts(row["ratio_to_hand"], 1, 3) if "ratio_to_hand" in row else ("-", "-")
-            shown.add_row(name, contender, *milliseconds, *ratio, f"{row['last_loss']:.3f}")
+            shown.add_row(name, contender, *milliseconds, *ratio, f"{row['mean_loss']:.3f}")
         shown.add_section()
     return shown
 
@@ -79,10 +79,6 @@ def table(cases: dict[str, Any]) -> Table:
 def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def show(console: Console, cases: dict[str, Any]) -> None:
-    console.print(table(cases))
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -95,9 +91,10 @@ def _texts(spread: dict[str, float], scale: float, digits: int) -> tuple[str, st
 
 
 def _cpu_name() -> str:
+    """The model's name where the system tells it, else the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
+        lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return next(filter(None, names), platform.processor() or platform.machine())

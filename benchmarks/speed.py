@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from benchmarks import report
@@ -35,10 +36,12 @@ def main(arguments: list[str]) -> int:
         )
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here")
     compile_choice = options.compile or ("both" if options.device == "cuda" else "no")
     known = find_cases(options.device, _COMPILE[compile_choice])
     cases = _chosen(parser, known, options.only, options.ddp_of_one)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=110)  # a file takes the whole table
     contenders = []
     for name in [name for name in CONTENDERS if name in options.contenders]:
         missing = missing_package(name)
@@ -54,11 +57,11 @@ def main(arguments: list[str]) -> int:
         "cases": {},
     }
     for case in cases:
-        threads = options.threads or max(1, num_cores() // case.num_ranks)
+        threads = options.threads or case.threads or max(1, num_cores() // case.num_ranks)
         plan = Plan(case, tuple(contenders), options.steps or case.steps, options.repeats, threads)
         content["cases"][case.name] = report.summarise(plan, measure(plan))
         report.write(out, content)  # after each case, so that an interruption costs one case alone
-    report.show(console, content["cases"])
+    console.print(report.table(content["cases"]))
     console.print(f"written to {out}")
     return 0
 
@@ -69,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, help="steps in a timed block; default: as fits the case")
     parser.add_argument("--repeats", type=int, default=7, help="timed blocks of each contender")
-    parser.add_argument("--threads", type=int, help="threads of each process; default: the cores, shared out")
+    parser.add_argument("--threads", type=int, help="of each process; default: the cores, shared out")
     parser.add_argument("--compile", choices=tuple(_COMPILE), help="default: both on cuda, no on cpu")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="only these cases")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)

@@ -1,4 +1,8 @@
-"""The four ways to write the same job, and how each of them is found."""
+"""The ways to write the same job, and how each of them is found.
+
+The two libraries come twice: as their documentation shows a loop, and tuned (the loss inside the wrapped module, no
+look at the gradient norm on the host), which is as fast as they go.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,9 @@ from rung.world import World
 _PACKAGES: dict[str, tuple[str, ...]] = {
     "hand": ("torch",),
     "accelerate": ("accelerate",),
+    "accelerate-tuned": ("accelerate",),
     "fabric": ("lightning", "lightning_fabric"),
+    "fabric-tuned": ("lightning", "lightning_fabric"),
     "rung": ("rung",),
 }
 CONTENDERS = tuple(_PACKAGES)
@@ -27,6 +33,7 @@ def missing_package(name: str) -> str | None:
 
 def build_contender(name: str, case: Case, world: World) -> Contender:
     # Imported here, so that a contender that was left out is not imported, either: some of them patch torch.
-    module = importlib.import_module(f"benchmarks.contenders.with_{name}")
-    contender: Contender = module.build(case, world)
+    library, _, tuned = name.partition("-")
+    module = importlib.import_module(f"benchmarks.contenders.with_{library}")
+    contender: Contender = module.build(case, world, tuned=bool(tuned))
     return contender

@@ -24,8 +24,9 @@ class Stopwatch:
         self._device = device
         self._times: dict[int, float] = {}
 
-    def mark(self, step: int) -> None:
-        if self._device.type == "cuda":
+    def mark(self, step: int, *, wait: bool = True) -> None:
+        """Note the time of a step's end. Without `wait` the caller knows that the step has just ended."""
+        if wait and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._times[step] = time.perf_counter()
 
@@ -37,7 +38,7 @@ class Contender(Protocol):
     """A job that was built once and goes on with each call."""
 
     def run(self, num_steps: int, stopwatch: Stopwatch) -> float:
-        """Take steps, marking every LOG_EVERY-th (counted from 1 in each call); the last loss that was read."""
+        """Take steps, marking every LOG_EVERY-th (counted from 1 in each call); the mean of the losses read then."""
         ...
 
 

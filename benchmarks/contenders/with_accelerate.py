@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, TorchDynamoPlugin
+from torch import nn
 
 from benchmarks.cases import Case
 from benchmarks.contenders.common import LOG_EVERY, Contender, Stopwatch, endless, seeded_module, shuffled_loader
@@ -13,7 +16,7 @@ from rung.world import World
 class WithAccelerate:
     """The process group is there already; Accelerate finds it and uses it."""
 
-    def __init__(self, case: Case, world: World) -> None:
+    def __init__(self, case: Case, world: World, tuned: bool) -> None:
         task = case.load_task()
         self._accelerator = Accelerator(
             cpu=case.device == "cpu",
@@ -23,29 +26,31 @@ class WithAccelerate:
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
             dynamo_plugin=TorchDynamoPlugin(backend="inductor" if case.compile else "no"),
         )
-        module = seeded_module(case, task)
+        module: nn.Module = seeded_module(case, task) if tuned else seeded_module(case, task).model
         self._module, self._optimizer, loader = self._accelerator.prepare(
             module, task.optimizer(module), shuffled_loader(case, task, world)
         )
         self._batches = endless(loader)
         self._clip = case.clip
+        self._loss = None if tuned else task.loss
 
     def run(self, num_steps: int, stopwatch: Stopwatch) -> float:
         accelerator, module, optimizer = self._accelerator, self._module, self._optimizer
         module.train()
-        last_loss = float("nan")
+        losses = []
         for step in range(1, num_steps + 1):
             inputs, targets = next(self._batches)
-            loss = module(inputs, targets)
+            # As its documentation writes it, the loss is taken of the model's output, which it has turned to fp32.
+            loss = module(inputs, targets) if self._loss is None else self._loss(module(inputs), targets)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(module.parameters(), self._clip)
             optimizer.step()
             optimizer.zero_grad()
             if step % LOG_EVERY == 0:
-                last_loss = loss.item()
+                losses.append(loss.item())
                 stopwatch.mark(step)
-        return last_loss
+        return fmean(losses)
 
 
-def build(case: Case, world: World) -> Contender:
-    return WithAccelerate(case, world)
+def build(case: Case, world: World, *, tuned: bool = False) -> Contender:
+    return WithAccelerate(case, world, tuned)

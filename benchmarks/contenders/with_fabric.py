@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from rung.world import World
 class WithFabric:
     """The process group is there already; Fabric finds it and uses it."""
 
-    def __init__(self, case: Case, world: World) -> None:
+    def __init__(self, case: Case, world: World, tuned: bool) -> None:
         task = case.load_task()
         for name in ("lightning.fabric", "lightning_fabric"):
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -35,31 +36,33 @@ class WithFabric:
             precision="bf16-mixed" if case.precision == "bf16" else "32-true",
         )
         self._fabric.launch()
-        module: nn.Module = seeded_module(case, task)
+        module: nn.Module = seeded_module(case, task) if tuned else seeded_module(case, task).model
         optimizer = task.optimizer(module)
         if case.compile:
             module = torch.compile(module)  # before setup, which takes it off and puts it back around the wrapper
         self._module, self._optimizer = self._fabric.setup(module, optimizer)
         self._batches = endless(self._fabric.setup_dataloaders(shuffled_loader(case, task, world)))
-        self._clip = case.clip
+        self._clip, self._tuned = case.clip, tuned
+        self._loss = None if tuned else task.loss
 
     def run(self, num_steps: int, stopwatch: Stopwatch) -> float:
         fabric, module, optimizer = self._fabric, self._module, self._optimizer
         module.train()
-        last_loss = float("nan")
+        losses = []
         for step in range(1, num_steps + 1):
             inputs, targets = next(self._batches)
-            loss = module(inputs, targets)
+            # As its documentation writes it, the loss is taken of the model's output, which it has turned to fp32.
+            loss = module(inputs, targets) if self._loss is None else self._loss(module(inputs), targets)
             fabric.backward(loss)
             # Its default looks at the norm on the host in every step, which no other contender does.
-            fabric.clip_gradients(module, optimizer, max_norm=self._clip, error_if_nonfinite=False)
+            fabric.clip_gradients(module, optimizer, max_norm=self._clip, error_if_nonfinite=not self._tuned)
             optimizer.step()
             optimizer.zero_grad()
             if step % LOG_EVERY == 0:
-                last_loss = loss.item()
+                losses.append(loss.item())
                 stopwatch.mark(step)
-        return last_loss
+        return fmean(losses)
 
 
-def build(case: Case, world: World) -> Contender:
-    return WithFabric(case, world)
+def build(case: Case, world: World, *, tuned: bool = False) -> Contender:
+    return WithFabric(case, world, tuned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class HandWritten:
                 module, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
             )
             dataset = task.train_data()
-            sampler = DistributedSampler(dataset, world.size, world.rank, shuffle=True, seed=case.seed, drop_last=True)
+            sampler: DistributedSampler[Any] | None = DistributedSampler(
+                dataset, world.size, world.rank, shuffle=True, seed=case.seed, drop_last=True
+            )
             loader: DataLoader[Any] = DataLoader(
                 dataset,
                 batch_size=case.rank_batch_size,
@@ -49,7 +52,7 @@ class HandWritten:
     def run(self, num_steps: int, stopwatch: Stopwatch) -> float:
         module, optimizer, device, half = self._module, self._optimizer, self._device, self._half
         module.train()
-        last_loss = float("nan")
+        losses = []
         for step in range(1, num_steps + 1):
             inputs, targets = next(self._batches)
             inputs = inputs.to(device, non_blocking=True)
@@ -61,9 +64,9 @@ class HandWritten:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if step % LOG_EVERY == 0:
-                last_loss = loss.item()
+                losses.append(loss.item())
                 stopwatch.mark(step)
-        return last_loss
+        return fmean(losses)
 
 
 def _batches(loader: DataLoader[Any], sampler: DistributedSampler[Any] | None) -> Iterator[Any]:
@@ -75,5 +78,5 @@ def _batches(loader: DataLoader[Any], sampler: DistributedSampler[Any] | None) -
         epoch += 1
 
 
-def build(case: Case, world: World) -> Contender:
+def build(case: Case, world: World, *, tuned: bool = False) -> Contender:
     return HandWritten(case, world)

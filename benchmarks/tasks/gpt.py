@@ -83,7 +83,7 @@ def model(layers: int = 4, width: int = 128, heads: int = 4, context: int = 128,
 
 def train_data(context: int = 128, vocabulary: int = 98, samples: int = 16384, stride: int = 64) -> Dataset[Any]:
     random = torch.Generator().manual_seed(0)
-    uniform = torch.rand(samples * stride + context + 1, generator=random)
+    uniform = torch.rand((samples - 1) * stride + context + 1, generator=random)
     # Small numbers are far more frequent, so that there is something to learn and the loss tells that learning happens.
     return Pieces((uniform**4 * vocabulary).long(), context, stride)
 

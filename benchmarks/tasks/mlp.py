@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 
-def model(features: int = 64, width: int = 256, layers: int = 4, classes: int = 10) -> nn.Module:
+def model(features: int = 64, width: int = 128, layers: int = 2, classes: int = 10) -> nn.Module:
     sizes = [features, *[width] * (layers - 1)]
     hidden = [part for before, after in pairwise(sizes) for part in (nn.Linear(before, after), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, classes))

@@ -70,7 +70,7 @@ class RunConfig:
     dropout: bool = _setting(True, "false turns every dropout off", bool)
     fused: bool = _setting(True, "use torch's fused optimizer when the task leaves the choice open", bool)
     gather: str = _setting(
-        "auto", "type in which sharded parameters are gathered: as computed with, or fp32", str, ("auto", "fp32")
+        "auto", "type of gathered parameters: auto (on GPUs that of the arithmetic) or fp32", str, ("auto", "fp32")
     )
     log_every: int = _setting(10, "steps between two reads of the loss (a device synchronisation)", int)
     eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)

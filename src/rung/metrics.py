@@ -10,6 +10,7 @@ import json
 import math
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,8 +60,21 @@ class Observer(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Sealed:
+    """Steps whose figures are on their way to the host."""
+
+    steps: list[tuple[Window, LocalStep, Any]]
+    losses: Callable[[], list[float]]
+    norms: Callable[[], list[float]]
+
+
 class Ledger:
-    """Steps whose figures are still on the device."""
+    """Steps whose figures are still on the device.
+
+    `seal` starts to fetch them and `records` waits for them. Between the two the next step can be given to the device,
+    so that it does not stand idle while figures are read and told.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -76,17 +90,22 @@ class Ledger:
         """Leave out of the next step's time what happened since the last one (an evaluation)."""
         self._last_mark = self._clock.mark()
 
-    def flush(self) -> list[StepRecord]:
-        """The records of the steps since the last flush. All ranks call it at the same steps: it communicates."""
-        if not self._pending:
+    def seal(self) -> Sealed:
+        steps, self._pending = self._pending, []
+        losses = self._world.fetch([result.loss_share for _, result, _ in steps])
+        norms = self._world.fetch([result.grad_norm for _, result, _ in steps if result.grad_norm is not None])
+        return Sealed(steps, losses, norms)
+
+    def records(self, sealed: Sealed) -> list[StepRecord]:
+        """The records of sealed steps. All ranks call it at the same steps: it communicates."""
+        count = len(sealed.steps)
+        if not count:
             return []
-        count = len(self._pending)
-        losses = self._world.read([result.loss_share for _, result, _ in self._pending])
-        norms = iter(self._world.read([r.grad_norm for _, r, _ in self._pending if r.grad_norm is not None]))
-        waits = [window.wait_seconds for window, _, _ in self._pending]
-        rows = self._world.gather([*losses, *waits, float(peak_memory_bytes(self._world))])
+        norms = iter(sealed.norms())
+        waits = [window.wait_seconds for window, _, _ in sealed.steps]
+        rows = self._world.gather([*sealed.losses(), *waits, float(peak_memory_bytes(self._world))])
         records = []
-        for index, (window, result, mark) in enumerate(self._pending):
+        for index, (window, result, mark) in enumerate(sealed.steps):
             self._samples += window.num_global_samples
             seconds = self._clock.between(self._last_mark, mark)
             self._last_mark = mark
@@ -106,7 +125,6 @@ class Ledger:
                     peak_memory_bytes=int(max(row[-1] for row in rows)),
                 )
             )
-        self._pending.clear()
         return records
 
 

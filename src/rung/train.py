@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from rung.batches import Batches, Cut
 from rung.checkpoint import save_weights
 from rung.config import RunConfig
-from rung.metrics import EvalRecord, JsonLines, Ledger, Observer, StepRecord, TensorBoard
+from rung.metrics import EvalRecord, JsonLines, Ledger, Observer, Sealed, StepRecord, TensorBoard
 from rung.order import mix
 from rung.runtime import Runtime, build_runtime
 from rung.status import StatusWriter
@@ -66,29 +66,46 @@ def run(
     observers = observers or []
     ledger = Ledger(world)
     total = batches.total_steps
-    step, last, measured = 0, None, None
+    step, epoch, measured = 0, 0, None
+    last: StepRecord | None = None
+    sealed: Sealed | None = None
+
+    def tell() -> None:
+        nonlocal sealed, last
+        records = ledger.records(sealed) if sealed is not None else []
+        sealed = None
+        for observer in observers:
+            if records:
+                observer.on_steps(records)
+        last = records[-1] if records else last
+
     for observer in observers:
         observer.on_start({"total_steps": total, **(facts or {})})
     started = time.perf_counter()
     status.phase("reading data")
     for window in runtime.place(batches):
-        step = window.step
+        step, epoch = window.step, window.epoch
         status.step(step)
         is_last = step == total
-        # The first step is shown at once; after that, reading the figures costs a synchronisation.
+        # The first step is shown at once; after that, figures are read every so many steps.
         logs = step == 1 or is_last or step % config.log_every == 0
         ledger.add(window, runtime.step(window, want_norm=logs))
-        if logs:
+        evaluates = evaluation is not None and _is_evaluation_due(config.eval_every, step, window.ends_epoch, is_last)
+        tell()  # of the step before: the device has this one to work on meanwhile
+        if logs or evaluates:
             status.phase("logging")
-            last = _tell(observers, ledger) or last
-        if evaluation is not None and _is_evaluation_due(config.eval_every, step, window.ends_epoch, is_last):
-            last = _tell(observers, ledger) or last
-            measured = _evaluate(runtime, evaluation(), step, window.epoch, observers, status)
+            sealed = ledger.seal()
+            if evaluates or world.device.type == "cpu":
+                tell()
+        if evaluates and evaluation is not None:
+            measured = _evaluate(runtime, evaluation(), step, epoch, observers, status)
             ledger.skip()
         status.phase("reading data")
-    last = _tell(observers, ledger) or last
+    tell()
+    sealed = ledger.seal()
+    tell()
     if evaluation is not None and config.eval_every != "never" and (measured is None or measured.step != step):
-        measured = _evaluate(runtime, evaluation(), step, last.epoch if last else 0, observers, status)
+        measured = _evaluate(runtime, evaluation(), step, epoch, observers, status)
     state = world.gather([float(count) for count in runtime.state_bytes().values()])
     kept = [dict(zip(runtime.state_bytes(), map(int, row), strict=True)) for row in state]
     for observer in observers:
@@ -207,14 +224,6 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
 
 def _cut(config: RunConfig, world: World) -> Cut:
     return Cut(config.batch_size, world.layout.num_data_ranks, world.data_rank, config.micro_batch)
-
-
-def _tell(observers: list[Observer], ledger: Ledger) -> StepRecord | None:
-    records = ledger.flush()
-    for observer in observers:
-        if records:
-            observer.on_steps(records)
-    return records[-1] if records else None
 
 
 def _is_evaluation_due(every: str, step: int, ends_epoch: bool, is_last: bool) -> bool:

@@ -11,7 +11,7 @@ import datetime
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,13 +96,27 @@ class World:
         return tensor.to(device=self.device, dtype=wanted, non_blocking=True)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[float]:
-        """Scalars brought to the host in one transfer: the only device synchronisation of a step."""
+        """Scalars brought to the host in one transfer. Waits for the device."""
+        return self.fetch(tensors)()
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+        """Start to bring scalars to the host; the call returned waits for them and for no later work of the device."""
         if not tensors:
-            return []
+            return list
         if self.pretend:
-            return [math.nan] * len(tensors)
+            return lambda: [math.nan] * len(tensors)
         stacked = torch.stack([t.detach().to(torch.float64).reshape(()) for t in tensors])
-        values: list[float] = stacked.tolist()
+        if self.device.type != "cuda":
+            return stacked.tolist
+        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+
+        def values() -> list[float]:
+            arrived.synchronize()
+            found: list[float] = host.tolist()
+            return found
+
         return values
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:

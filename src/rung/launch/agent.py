@@ -17,7 +17,7 @@ import time
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from rung.processes import is_running
@@ -42,11 +42,9 @@ class Ranks:
         self._others = set(multiprocessing.active_children())
         self._ending = False
 
-    def started(self, pids: dict[int, int]) -> None:
-        self._pids = pids
-        # Kept for their exit codes: the agent forgets them.
-        children = {child.pid: child for child in multiprocessing.active_children()}
-        self._processes = {rank: children[pid] for rank, pid in pids.items() if pid in children}
+    def started(self, processes: dict[int, BaseProcess]) -> None:
+        self._processes = processes
+        self._pids = {rank: process.pid for rank, process in processes.items() if process.pid is not None}
 
     def look(self) -> None:
         """Note who has died since the last look."""
@@ -70,9 +68,8 @@ class Ranks:
     def exit_codes(self) -> dict[int, int | None]:
         """The exit codes of the ranks that ended by themselves; negative ones are signals."""
         for rank in self.deaths:
-            if rank in self._processes:
-                self._processes[rank].join(1)
-        return {rank: self._processes[rank].exitcode for rank in self.deaths if rank in self._processes}
+            self._processes[rank].join(1)
+        return {rank: self._processes[rank].exitcode for rank in self.deaths}
 
     def end(self) -> None:
         """Kill what is left of every rank, and of the processes that it started.
@@ -102,8 +99,11 @@ class RankAgent(LocalElasticAgent):
         self._finished_at: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids = super()._start_workers(worker_group)
-        self._ranks.started(pids)
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        # The processes themselves, for their exit codes. Neither the agent nor multiprocessing gives them out: the list
+        # of active children has forgotten a rank that is dead by now.
+        context: Any = self._pcontext
+        self._ranks.started(dict(enumerate(context._pc.processes)))
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

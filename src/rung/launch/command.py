@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rung.config import Resolved, RunConfig, refuse_contradictions, resolve, write_toml
 from rung.errors import ConfigError
-from rung.launch.local import Interrupted, launch, new_run_dir, warm_up
+from rung.launch.local import Interrupted, launch, leaving_at_once, new_run_dir, warm_up
 from rung.strategy import Layout, default_name, natural_num_ranks, parse
 from rung.task import Task, load_task
 from rung.version import VERSION
@@ -42,7 +42,10 @@ def prepare(
     assignments: Mapping[str, str] | None = None,
 ) -> Plan:
     """Read task and settings, choose layout and device, and refuse what cannot be, before any process starts."""
-    task = load_task(path)
+    with leaving_at_once():
+        task = load_task(path)
+        import rung.launch.agent
+        from rung.world import choose_backend, choose_device
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
     config = resolved.config
     num_ranks = config.nproc
@@ -55,8 +58,6 @@ def prepare(
     layout = parse(strategy, num_ranks, num_ranks)
     refuse_contradictions(config, layout)
     task.bind(resolved.arguments)
-    from rung.world import choose_backend, choose_device
-
     device = choose_device(config.device, config.backend, 0, num_ranks)
     if layout.is_distributed:
         choose_backend(config.backend, device)
@@ -85,7 +86,7 @@ def train(
     try:
         summary, _ = launch(job, plan.layout.num_ranks, console=console)
     except Interrupted as error:
-        console.print(f"interrupted; what was written lies in {folder}")
+        console.print(f"{error}; what was written lies in {folder}", highlight=False, soft_wrap=True)
         return 128 + int(error.signal_number) if error.signal_number != signal.SIGINT else 130
     figures = [f"{summary.steps} steps in {time.monotonic() - started:.1f} s"]
     if summary.last is not None:

@@ -1,14 +1,12 @@
 """The console of a running job: one writer, fed by what the ranks write into the run directory.
 
-Shows rank 0's lines, a progress bar from the metrics, and warnings of other ranks, prefixed and once each. Also keeps
-watch over the processes, because the moment of a death tells who failed first.
+Shows rank 0's lines, a progress bar from the metrics, and warnings of other ranks, prefixed and once each.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import re
 import threading
 import time
@@ -20,10 +18,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rung.processes import is_running
 from rung.status import StatusBoard
 
 WARNING_MARK = "WARNING: "
+FAILURE_MARK = "FAILURE: "  # what follows in a rank's log is the traceback of its failure
 _POLL_SECONDS = 0.05
 _PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
 _CPP_LOG = re.compile(r"^\[[IW]\d{4} |^\[rank\d+\]:\[[IW]\d{4} ")  # torch's own C++ log lines stay in the file
@@ -46,7 +44,12 @@ class _Tail:
             return []
         self._offset += len(content)
         *whole, self._rest = (self._rest + content).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
+        return [_as_seen(line) for line in whole]
+
+    def rest(self) -> list[str]:
+        """What came after the last line end, when no more will come."""
+        whole, self._rest = [*self.lines(), _as_seen(self._rest)], b""
+        return whole
 
 
 class JobConsole:
@@ -55,8 +58,6 @@ class JobConsole:
     def __init__(
         self, run_dir: Path, num_ranks: int, board: StatusBoard, console: Console, *, quiet: bool = False
     ) -> None:
-        self.deaths: dict[int, float] = {}
-        self.processes: dict[int, Any] = {}  # kept for their exit codes: the agent forgets them
         self.last_step: dict[str, Any] = {}
         self.last_evaluation: dict[str, Any] = {}
         self._logs = [_Tail(run_dir / "logs" / f"rank-{rank}.log") for rank in range(num_ranks)]
@@ -64,7 +65,7 @@ class JobConsole:
         self._board = board
         self._console = console
         self._quiet = quiet
-        self._num_ranks = num_ranks
+        self._failed: set[int] = set()
         self._total: int | None = None
         self._told: set[str] = set()
         self._stop = threading.Event()
@@ -93,44 +94,41 @@ class JobConsole:
     def __exit__(self, *error: Any) -> None:
         self._stop.set()
         self._thread.join()
-        self._poll()
         if self._progress is not None:
             self._progress.stop()
+        self._poll(is_last=True)
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
             self._poll()
 
-    def _poll(self) -> None:
-        for rank in range(self._num_ranks):
-            pid = self._board.read(rank).pid
-            if pid and rank not in self.processes:
-                self.processes.update((rank, child) for child in multiprocessing.active_children() if child.pid == pid)
-            if pid and rank not in self.deaths and not is_running(pid):
-                self.deaths[rank] = time.time()
-        for rank, tail in enumerate(self._logs):
-            for line in tail.lines():
-                self._show_line(rank, line)
-        for line in self._metrics.lines():
-            self._take(json.loads(line))
-        self._draw()
+    def _poll(self, is_last: bool = False) -> None:
+        try:
+            for rank, tail in enumerate(self._logs):
+                for line in tail.rest() if is_last else tail.lines():
+                    self._show_line(rank, line)
+            for line in self._metrics.lines():
+                self._take(json.loads(line))
+            if not is_last:
+                self._draw()
+        except BrokenPipeError:
+            self._quiet = True  # whoever read this went away; that is no reason to stop training
 
     def _show_line(self, rank: int, line: str) -> None:
-        if self._quiet or not line.strip():
+        if line.startswith(FAILURE_MARK):
+            self._failed.add(rank)
+        # A rank's failure is told once, in the closing report.
+        if self._quiet or rank in self._failed or not line.strip():
             return
         if line.startswith(WARNING_MARK):
             text = line.removeprefix(WARNING_MARK)
             if text not in self._told:
                 self._told.add(text)
-                self._console.print(f"[yellow]rank {rank}: warning: {escape(text)}[/yellow]", highlight=False)
-        elif rank == 0 and not self._in_traceback(line) and not _CPP_LOG.match(line):
-            self._console.print(Text(line), highlight=False)
-
-    def _in_traceback(self, line: str) -> bool:
-        """Rank 0's traceback is told once, in the closing report."""
-        if line.startswith("Traceback (most recent call last)"):
-            self._told.add("traceback")
-        return "traceback" in self._told
+                self._console.print(
+                    f"[yellow]rank {rank}: warning: {escape(text)}[/yellow]", highlight=False, soft_wrap=True
+                )
+        elif rank == 0 and not _CPP_LOG.match(line):
+            self._console.print(Text(line), highlight=False, soft_wrap=True)
 
     def _take(self, row: dict[str, Any]) -> None:
         if row["event"] == "start":
@@ -143,7 +141,9 @@ class JobConsole:
                 shown = {k: v for k, v in row.items() if k not in ("event", "step", "epoch", "seconds")}
                 figures = "  ".join(f"{name} {_number(value)}" for name, value in shown.items())
                 self._console.print(
-                    f"  evaluation after step {row['step']} (epoch {row['epoch'] + 1}): {figures}", highlight=False
+                    f"  evaluation after step {row['step']} (epoch {row['epoch'] + 1}): {figures}",
+                    highlight=False,
+                    soft_wrap=True,
                 )
 
     def _draw(self) -> None:
@@ -164,10 +164,13 @@ class JobConsole:
             if self._total and status.step:
                 seconds = (time.monotonic() - self._started) / status.step * (self._total - status.step)
                 left = f"  {seconds:.0f} s left"
-            self._console.print(
-                f"  step {step['step']}{total}  loss {_number(step['loss'])}  {_number(step['samples_per_second'])} samples/s{left}",
-                highlight=False,
-            )
+            figures = f"loss {_number(step['loss'])}  {_number(step['samples_per_second'])} samples/s"
+            self._console.print(f"  step {step['step']}{total}  {figures}{left}", highlight=False)
+
+
+def _as_seen(line: bytes) -> str:
+    """A line as a terminal would leave it: of a progress bar that writes over itself, the last state."""
+    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
 def _number(value: Any) -> str:

@@ -6,24 +6,40 @@ report names the rank that failed first, not one of those that then lost their c
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import signal
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from rung.errors import RungError
-from rung.status import RankStatus
+from rung.processes import is_running
+from rung.status import RankStatus, StatusBoard
 
 # What a rank says when another one went away under it.
 _LOST_PEER = re.compile(
-    r"closed by peer|reset by peer|connection refused|broken pipe|recvbytes|sendbytes|socket timeout|timed out waiting"
-    r"|nccl|gloo|store.*(timeout|failed)|connection was likely closed",
+    r"closed by peer|reset by peer|connection refused|broken pipe|recvbytes|sendbytes|socket timeout|timed out"
+    r"|nccl|gloo|store.*(timeout|failed)|connection was likely closed|pair closure|remote process exited",
     re.IGNORECASE,
 )
-_MAX_MESSAGE_LINES = 30
+# A connection is gone a moment before its process is: how long to look for the one that ended.
+_PEER_SECONDS = 0.5
+# What the loader makes of an error in one of its processes.
+_DATA_WORKER = re.compile(r"Caught \S+ in (?:DataLoader|data) worker process (\d+)\.\nOriginal Traceback ")
+_FRAME = re.compile(r'  File "(.+)", line \d+, in ')
+_CARETS = re.compile(r"^[\s~^]+$")
+_UNPRINTABLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+# So that headline, traceback and the other ranks are one screenful together.
+_MAX_MESSAGE_LINES = 12
+_MAX_LINE = 400
+_MAX_FRAMES = 8
+_MAX_CAUSES = 3
+_MAX_LAST_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -36,23 +52,38 @@ class FailureRecord:
     summary: str
     traceback: str
     seconds: float
-    lost_peer: bool
+    lost_peer: bool  # its error says that a connection broke, and another rank had indeed ended
+    after: list[int]  # ranks that had ended before, without having finished
 
 
-def record_failure(folder: Path, rank: int, status: RankStatus, error: BaseException) -> None:
+def record_failure(folder: Path, rank: int, board: StatusBoard, error: BaseException) -> None:
     """Written by the failing rank, in one go."""
+    seconds = time.time()
+    lost_connection = not isinstance(error, RungError) and bool(_LOST_PEER.search(_message(error)))
+    after, reported = _ended_before(board, rank), False
+    while lost_connection and not after and not reported and time.time() < seconds + _PEER_SECONDS:
+        time.sleep(0.01)
+        after = _ended_before(board, rank)
+        reported = any(path.name != f"rank-{rank}.json" for path in folder.glob("rank-*.json"))
+    status = board.read(rank)
     record = FailureRecord(
         rank=rank,
         step=status.step,
         phase=status.phase,
         summary=_summarise(error),
         traceback=format_error(error),
-        seconds=time.time(),
-        lost_peer=not isinstance(error, RungError) and bool(_LOST_PEER.search(str(error))) and _is_from_torch(error),
+        seconds=seconds,
+        lost_peer=lost_connection and (bool(after) or reported),
+        after=after,
     )
     partial = folder / f".rank-{rank}.json"
     partial.write_text(json.dumps(asdict(record)))
     partial.rename(folder / f"rank-{rank}.json")
+
+
+def _ended_before(board: StatusBoard, rank: int) -> list[int]:
+    others = {other: board.read(other) for other in range(board.num_ranks) if other != rank}
+    return [r for r, status in others.items() if status.pid and not status.finished and not is_running(status.pid)]
 
 
 def read_failures(folder: Path) -> dict[int, FailureRecord]:
@@ -67,43 +98,37 @@ def report(
     deaths: dict[int, float],
     logs: Path,
 ) -> str:
-    """The closing screenful of a failed job."""
-    first = first_to_fail(failures, statuses, exit_codes, deaths)
+    """The closing screenful of a failed job. `deaths` and `exit_codes` are of ranks that ended by themselves."""
+    first = first_to_fail(failures, statuses, deaths)
     if first is None:
-        return f"the job failed, but no rank says why. The logs are in {logs}."
-    lines = [_headline(first, failures.get(first), statuses[first], exit_codes.get(first))]
+        return f"every rank finished, but rank 0 ended before it could hand its results over.\nlogs: {logs}"
     own = failures.get(first)
-    if own is not None:
-        lines += ["", *(f"  {line}" for line in own.traceback.rstrip().splitlines()), ""]
+    lines = [_headline(first, own, statuses[first], exit_codes.get(first))]
+    details = own.traceback.rstrip().splitlines() if own else _last_words(logs / f"rank-{first}.log", exit_codes, first)
+    if details:
+        lines += ["", *(f"  {line}".rstrip() for line in details), ""]
     for rank, status in enumerate(statuses):
         if rank != first:
-            lines.append(f"rank {rank}: {_fate(failures.get(rank), status, exit_codes.get(rank))}")
+            lines.append(f"rank {rank}: {_fate(failures.get(rank), status, exit_codes.get(rank), rank in deaths)}")
     lines.append(f"logs: {logs}")
     return "\n".join(lines)
 
 
 def first_to_fail(
-    failures: dict[int, FailureRecord],
-    statuses: list[RankStatus],
-    exit_codes: dict[int, int | None],
-    deaths: dict[int, float],
+    failures: dict[int, FailureRecord], statuses: list[RankStatus], deaths: dict[int, float]
 ) -> int | None:
-    """An own error before a silent death before a lost connection; within a kind the earliest."""
-    own = [record for record in failures.values() if not record.lost_peer]
-    silent = [
-        rank
-        for rank, status in enumerate(statuses)
-        if rank not in failures and not status.finished and rank in deaths and exit_codes.get(rank) != -signal.SIGTERM
-    ]
-    silent_first = min((deaths[rank] for rank in silent), default=float("inf"))
-    # A rank that died without a word may be why another one raised; the earlier of the two is the cause.
-    own_first = min((record.seconds for record in own), default=float("inf"))
-    if own and own_first <= silent_first:
-        return min(own, key=lambda record: record.seconds).rank
+    """The rank whose failure no other one caused; of several, the earliest."""
+    silent = {r: t for r, t in deaths.items() if r not in failures and not statuses[r].finished}
+    own = [record for record in failures.values() if not record.lost_peer and not record.after]
+    if own:
+        earliest = min(own, key=lambda record: record.seconds)
+        # It saw every rank alive that had come far enough to be seen; one that died before that is known by its time.
+        before = [rank for rank, seconds in silent.items() if seconds < earliest.seconds]
+        return min(before, key=lambda rank: silent[rank]) if before else earliest.rank
     if silent:
-        return min(silent, key=lambda rank: deaths[rank])
+        return min(silent, key=lambda rank: silent[rank])
     if failures:
-        return min(failures.values(), key=lambda record: record.seconds).rank
+        return min(failures.values(), key=lambda record: (record.lost_peer, record.seconds)).rank
     unfinished = [rank for rank, status in enumerate(statuses) if not status.finished]
     return unfinished[0] if unfinished else None
 
@@ -112,40 +137,98 @@ def format_error(error: BaseException) -> str:
     """A traceback without the frames of torch and Rung between the user's own, and not longer than a screen."""
     if isinstance(error, RungError):
         return f"{type(error).__name__}: {error}"
-    if isinstance(error, SystemExit):
-        error = error.with_traceback(error.__traceback__)
+    text = _message(error)
+    if _DATA_WORKER.match(text):
+        frames, message = _parse_traceback(text)
+        return "\n".join([*_format_frames(frames), *_shorten(message)])
     captured = traceback.TracebackException.from_exception(error, compact=True)
-    frames = list(captured.stack)
-    shown = [frame for frame in frames if not _is_library(frame.filename)] or frames[-4:]
-    last = frames[-1] if frames else None
-    if last is not None and last not in shown:
-        shown.append(last)
-    lines = ["Traceback (most recent call last):\n"] if shown else []
-    for index, frame in enumerate(shown):
-        gap = frames.index(frame) - (frames.index(shown[index - 1]) if index else -1) - 1
+    lines = [*_format_frames(_frames_of(captured)), *_shorten(_only_message(captured, error))]
+    cause, count = _cause_of(captured), 0
+    while cause is not None and count < _MAX_CAUSES:
+        place = next((frame for frame in reversed(cause.stack) if not _is_library(frame.filename)), None)
+        where = f" ({place.filename}:{place.lineno})" if place is not None else ""
+        lines.append(f"caused by {_shorten(''.join(cause.format_exception_only()).splitlines())[0]}{where}")
+        cause, count = _cause_of(cause), count + 1
+    return "\n".join(lines)
+
+
+Frame = tuple[str, list[str]]  # the file, and the lines to show
+
+
+def _frames_of(captured: traceback.TracebackException) -> list[Frame]:
+    return [
+        (frame.filename, "".join(traceback.StackSummary.from_list([frame]).format()).splitlines())
+        for frame in captured.stack
+    ]
+
+
+def _parse_traceback(text: str) -> tuple[list[Frame], list[str]]:
+    """Frames and message of a traceback that came as text, from a data worker."""
+    worker = _DATA_WORKER.match(text)
+    frames: list[Frame] = []
+    message: list[str] = []
+    for line in text.rpartition("Traceback (most recent call last):\n")[2].rstrip().splitlines():
+        start = _FRAME.match(line)
+        if start and not message:
+            frames.append((start.group(1), [line]))
+        elif line.startswith("    ") and frames and not message:
+            frames[-1][1].append(line)
+        else:
+            message.append(line)
+    if worker is not None:
+        message.append(f"(in data worker {worker.group(1)} of this rank)")
+    return frames, message
+
+
+def _format_frames(frames: list[Frame]) -> list[str]:
+    shown = [i for i, (filename, _) in enumerate(frames) if not _is_library(filename)]
+    shown = shown or list(range(len(frames)))[-4:]
+    if frames and shown[-1] != len(frames) - 1:
+        shown.append(len(frames) - 1)
+    left_out = len(shown) - _MAX_FRAMES
+    if left_out > 0:  # a recursion, mostly
+        shown = shown[: _MAX_FRAMES // 2] + shown[-_MAX_FRAMES // 2 :]
+    lines = ["Traceback (most recent call last):"] if shown else []
+    previous = -1
+    for index in shown:
+        gap = index - previous - 1
         if gap > 0:
-            lines.append(f"  ... {gap} frame{'s' if gap > 1 else ''} inside torch and rung ...\n")
-        lines += traceback.StackSummary.from_list([frame]).format()
-    message = "".join(captured.format_exception_only()).splitlines()
-    if len(message) > _MAX_MESSAGE_LINES:
+            whose = "left out" if left_out > 0 and previous == shown[_MAX_FRAMES // 2 - 1] else "inside torch and rung"
+            lines.append(f"  ... {gap} frame{'s' if gap > 1 else ''} {whose} ...")
+        lines += [_cut(line) for line in frames[index][1] if not _CARETS.match(line)]
+        previous = index
+    return lines
+
+
+def _shorten(lines: list[str]) -> list[str]:
+    """A message of a few lines, none of them endless, and without what would confuse a terminal."""
+    lines = [_cut(_UNPRINTABLE.sub("", line)) for line in lines]
+    if len(lines) > _MAX_MESSAGE_LINES:
         half = _MAX_MESSAGE_LINES // 2
-        message = [*message[:half], f"... {len(message) - 2 * half} lines left out ...", *message[-half:]]
-    return "".join(lines) + "\n".join(message)
+        lines = [*lines[:half], f"... {len(lines) - 2 * half} lines left out ...", *lines[-half:]]
+    return lines
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ... ({len(line) - _MAX_LINE:,} more characters)"
+
+
+def _only_message(captured: traceback.TracebackException, error: BaseException) -> list[str]:
+    if isinstance(error, SystemExit):
+        return [_summarise(error)]
+    return "".join(captured.format_exception_only()).splitlines()
+
+
+def _cause_of(captured: traceback.TracebackException) -> traceback.TracebackException | None:
+    if captured.__cause__ is not None:
+        return captured.__cause__
+    return None if captured.__suppress_context__ else captured.__context__
 
 
 def _headline(rank: int, record: FailureRecord | None, status: RankStatus, exit_code: int | None) -> str:
-    where = (
-        f"in step {status.step}, phase {status.phase}"
-        if status.step
-        else f"before the first step, phase {status.phase}"
-    )
     if record is not None:
-        where = (
-            f"in step {record.step}, phase {record.phase}"
-            if record.step
-            else f"before the first step, phase {record.phase}"
-        )
-        return f"rank {rank} failed {where}: {record.summary}"
+        return f"rank {rank} failed {_where(record.step, record.phase)}: {record.summary}"
+    where = _where(status.step, status.phase)
     if exit_code is not None and exit_code < 0:
         name = _signal_name(-exit_code)
         hint = " The kernel does this when memory runs out (see dmesg)." if name == "SIGKILL" else ""
@@ -155,35 +238,74 @@ def _headline(rank: int, record: FailureRecord | None, status: RankStatus, exit_
     return f"rank {rank} ended {where} without a traceback (exit code {exit_code})."
 
 
-def _fate(record: FailureRecord | None, status: RankStatus, exit_code: int | None) -> str:
-    where = f"in step {status.step}, {status.phase}" if status.step else status.phase
+def _where(step: int, phase: str) -> str:
+    if phase == "reading data":
+        step += 1  # the step that is to come
+    return f"in step {step}, phase {phase}" if step else f"before the first step, phase {phase}"
+
+
+def _fate(record: FailureRecord | None, status: RankStatus, exit_code: int | None, died: bool) -> str:
     if status.finished:
         return "finished"
+    where = _where(status.step, status.phase)
     if record is not None and record.lost_peer:
         return f"lost its connection {where}"
     if record is not None:
         return f"failed {where}: {record.summary}"
-    if exit_code is not None and exit_code < 0 and exit_code != -signal.SIGTERM:
+    if died and exit_code is not None and exit_code < 0:
         return f"killed by {_signal_name(-exit_code)} {where}"
+    if died:
+        return f"ended {where} (exit code {exit_code})"
     return f"stopped {where}"
+
+
+def _last_words(log: Path, exit_codes: dict[int, int | None], rank: int) -> list[str]:
+    """The end of the log of a rank that left no record: where a crash in C++ has left its message."""
+    if exit_codes.get(rank) == -signal.SIGKILL:
+        return []  # it had no time for any
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 32768))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except FileNotFoundError:
+        return []
+    crash = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+    if crash is not None:
+        thread = next((i for i in range(crash, len(lines)) if lines[i].startswith("Current thread")), crash + 1)
+        lines = [lines[crash], *lines[thread : thread + _MAX_LAST_WORDS - 1]]
+    last = _shorten(lines[-_MAX_LAST_WORDS:])
+    return ["the end of its log:", *(f"  {line}" for line in last)] if last else []
 
 
 def _summarise(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r}) was called"
-    text = str(error).strip().splitlines()
-    first = text[0] if text else ""
+    text = _message(error)
+    worker = _DATA_WORKER.match(text)
+    if worker is not None:
+        message = _parse_traceback(text)[1]
+        return f"{_cut(message[0])} (in data worker {worker.group(1)})"
+    lines = _UNPRINTABLE.sub("", text).strip().splitlines()
+    first = lines[0] if lines else ""
     return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
 
 
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a __str__ of the user's that fails must not hide the error
+        return "(its message cannot be shown)"
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    found = [importlib.util.find_spec(name) for name in ("torch", "rung")]
+    folders = [os.path.dirname(spec.origin) + os.sep for spec in found if spec is not None and spec.origin]
+    return (*folders, "<frozen")
+
+
 def _is_library(filename: str) -> bool:
-    path = filename.replace("\\", "/")
-    return "/torch/" in path or "/rung/" in path or path.startswith("<frozen")
-
-
-def _is_from_torch(error: BaseException) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return not frames or _is_library(frames[-1].filename)
+    return filename.startswith(_libraries())
 
 
 def _signal_name(number: int) -> str:

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,16 @@ if TYPE_CHECKING:  # torch is imported later, while the server that `warm_up` st
     from rung.train import Job, Summary
 
 
+# What every rank would import for itself. Any optimizer imports dynamo when it is made, which takes a second.
+_PRELOADED = [
+    "rung.launch.rank",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+]
+
+
 class Interrupted(Exception):
     """Ctrl-C, or a polite request to end."""
 
@@ -38,7 +49,7 @@ class Interrupted(Exception):
 
 def warm_up() -> None:
     """Start the server that ranks are forked from, in the background: it imports torch while the launcher does, too."""
-    multiprocessing.set_forkserver_preload(["rung.launch.rank", "torch.distributed.fsdp", "torch.distributed.tensor"])
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     # The server ignores Ctrl-C only once it has imported everything. Born with the signal blocked, it never shows a
     # traceback of its own. (The tracker comes first, because starting it unblocks the signal again.)
     resource_tracker.ensure_running()
@@ -48,6 +59,28 @@ def warm_up() -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     atexit.register(_cool_down)
+
+
+@contextlib.contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Around imports of large libraries: Ctrl-C ends this process where it stands.
+
+    An exception would not do. Some of those imports catch and forget it, and the job would start after all.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(number: int, frame: object) -> None:
+    os.write(2, b"interrupted\n")
+    _cool_down()
+    os._exit(128 + number)
 
 
 def _cool_down() -> None:
@@ -97,7 +130,7 @@ def launch(job: Job, num_ranks: int, *, console: Console, quiet: bool = False) -
 
 
 def _run_agent(job: Job, num_ranks: int, ranks: Ranks) -> None:
-    from torch.distributed.elastic.agent.server import WorkerSpec
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -139,7 +172,7 @@ def _run_agent(job: Job, num_ranks: int, ranks: Ranks) -> None:
 
 
 def _silence_agent() -> None:
-    """The agent's own account of a failure is longer than a screen and names the wrong rank as often as the right one."""
+    """Its account of a failure is longer than a screen, and names the wrong rank as often as the right one."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)

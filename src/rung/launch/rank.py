@@ -2,46 +2,99 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
 import os
+import pickle
 import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
-from rung.launch.console import WARNING_MARK
+from rung.launch.console import FAILURE_MARK, WARNING_MARK
 from rung.launch.failure import record_failure
 from rung.processes import die_with_parent, num_cores
 from rung.status import StatusBoard
-from rung.train import Job, Summary, worker
+from rung.train import Job, worker
 from rung.world import environment_local_size, environment_rank
 
+# How long threads of the task may go on after training, to finish what they write.
+_THREAD_SECONDS = 5.0
 
-def rank_main(job: Job, run_dir: str, num_ranks: int) -> Summary:
+
+def rank_main(job: Job, num_ranks: int) -> NoReturn:
     """The entry point that the elastic agent starts in each process."""
-    folder, rank = Path(run_dir), environment_rank()
-    status = StatusBoard(folder / ".state" / "status", num_ranks).writer(rank)
+    assert job.run_dir is not None
+    folder, rank = Path(job.run_dir), environment_rank()
+    board = StatusBoard(folder / ".state" / "status", num_ranks)
+    status = board.writer(rank)
     status.phase("starting")
-    die_with_parent()
-    # Ctrl-C reaches the whole terminal group; the launcher decides what becomes of the ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _speak_into(folder / "logs" / f"rank-{rank}.log")
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // environment_local_size()))
+    _belong_to_launcher()
     try:
+        _speak_into(folder / "logs" / f"rank-{rank}.log")
+        if sys.platform == "linux":
+            # One machine: do not depend on how its name resolves.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, num_cores() // environment_local_size()))
         summary = worker(job, status)
+        if rank == 0:
+            (folder / ".state" / "summary").write_bytes(pickle.dumps(summary))
+        _wait_for_threads()
     except BaseException as error:
-        traceback.print_exc()
-        record_failure(folder / ".state", rank, status.current(), error)
-        _flush()
-        # Not a normal exit: threads of a broken process group may never end.
-        os._exit(1)
+        try:
+            _say_last_words(folder / ".state", rank, board, error)
+        finally:
+            # Not a normal exit: threads of a broken process group may never end.
+            os._exit(1)
     _flush()
-    return summary
+    # Not a normal exit here either: it waits without limit for threads and processes that the task may have left.
+    os._exit(0)
+
+
+def _belong_to_launcher() -> None:
+    """End with the launcher, however that ends, and leave Ctrl-C to it."""
+    die_with_parent()
+    # The parent is the fork server. It ends when nobody holds its pipe any more, and a rank must not be one who does.
+    server: Any = getattr(forkserver, "_forkserver", None)
+    pipe = getattr(server, "_forkserver_alive_fd", None)
+    if pipe is not None:
+        os.close(pipe)
+        server._forkserver_alive_fd = None
+    os.setpgid(0, 0)  # a group to be killed as one, with everything that the task starts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def _say_last_words(state: Path, rank: int, board: StatusBoard, error: BaseException) -> None:
+    try:
+        record_failure(state, rank, board, error)
+    except BaseException:
+        # Out of memory, most likely: let go of what the failing frames hold, and try again.
+        traceback.clear_frames(error.__traceback__)
+        record_failure(state, rank, board, error)
+    status = board.read(rank)
+    sys.stderr.write(f"{FAILURE_MARK}rank {rank}, step {status.step}, phase {status.phase}\n")
+    traceback.print_exception(error)
+    _flush()
+
+
+def _wait_for_threads() -> None:
+    deadline = time.monotonic() + _THREAD_SECONDS
+    others = [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
+    for thread in others:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    left = [thread.name for thread in others if thread.is_alive()]
+    if left:
+        logging.getLogger("rung").warning("training is over; threads still running are cut off: %s", ", ".join(left))
 
 
 def _speak_into(path: Path) -> None:
@@ -51,8 +104,9 @@ def _speak_into(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    faulthandler.enable()  # a crash in C++ leaves a Python traceback in the log
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Formatter())
     root = logging.getLogger("rung")
@@ -81,7 +135,5 @@ def _show_warning(
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(ValueError, OSError):
             stream.flush()
-        except (ValueError, OSError):
-            pass

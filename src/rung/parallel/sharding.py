@@ -26,9 +26,10 @@ def apply_sharding(
     units, notes = _without_shared(model, units)
     mesh = world.axis("dp_replicate", "dp_shard") if world.layout.dp_replicate > 1 else world.axis("dp_shard")
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if config.precision in ("bf16", "fp16") and config.gather == "auto":
+    if config.precision in ("bf16", "fp16") and config.gather == "auto" and world.device.type == "cuda":
         # Gathered in the type that computes. Autocast alone would cast after gathering, and autograd would hold the
-        # cast copies of the whole model until backward: the memory that sharding is for.
+        # cast copies of the whole model until backward: the memory that sharding is for. (On the CPU, autocast leaves
+        # norms in the type of their input, which then must be that of their parameters.)
         half = torch.bfloat16 if config.precision == "bf16" else torch.float16
         precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
         notes.append(
@@ -50,6 +51,11 @@ def apply_sharding(
     allow_unused: Any = getattr(model, "set_reduce_scatter_unused_params", None)  # torch 2.13
     if config.unused_parameters == "allow" and allow_unused is not None:
         allow_unused(True)
+        if units:
+            notes.append(
+                "unused_parameters=allow: every rank must still run every block; "
+                "where some ranks skip one that others run, use --shard-by whole"
+            )
     return notes
 
 
@@ -88,6 +94,21 @@ def set_gradient_sync(model: nn.Module, world: World, *, is_last: bool) -> None:
     if world.layout.zero == 2:
         model.set_reshard_after_backward(is_last)
     model.set_is_last_backward(is_last)
+
+
+def name_gathered(model: nn.Module) -> dict[int, str]:
+    """The names of gathered parameters by identity, filled as forward passes: autograd knows these, not the shards."""
+    names: dict[int, str] = {}
+    for prefix, unit in model.named_modules():
+        module: nn.Module = unit
+        if isinstance(unit, FSDPModule):
+
+            def remember(module: nn.Module, inputs: Any, prefix: str = prefix) -> None:
+                for name, parameter in module.named_parameters(prefix=prefix):
+                    names[id(parameter)] = name
+
+            module.register_forward_pre_hook(remember)
+    return names
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from rung.config import RunConfig
 from rung.errors import ModelError, TaskError
 from rung.parallel import sync_batch_norms
 from rung.parallel.gradients import clip, global_norm
-from rung.parallel.sharding import free_gathered, set_gradient_sync
+from rung.parallel.sharding import free_gathered, name_gathered, set_gradient_sync
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep
 from rung.status import StatusWriter
@@ -97,6 +97,7 @@ class MeshRuntime:
         if world.device.type == "cuda" and not world.pretend:
             self._copies = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._first_step = True
+        self._gathered_names = name_gathered(model) if self._looks_for_unused else {}
 
     # -- batches ------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,8 @@ class MeshRuntime:
 
     def step(self, window: Window, *, want_norm: bool = False) -> LocalStep:
         with self.world.tensors(), self._without_dropout():
-            self.model.train()
+            if not self.model.training:
+                self.model.train()
             shares, averaging = self._shares(window)
             versions = [buffer._version for _, buffer in self._own_buffers] if self._first_step else []
             loss_share: Tensor | None = None
@@ -232,11 +234,15 @@ class MeshRuntime:
 
     # -- parameters without a gradient ---------------------------------------------------------------------------
 
+    @property
+    def _looks_for_unused(self) -> bool:
+        return self.config.unused_parameters == "allow" and self.world.layout.shards_parameters
+
     def _reachable(self, loss: Tensor) -> set[str]:
         """Parameters the loss depends on. Looked up only where sharding would otherwise hide it (see below)."""
-        if self.config.unused_parameters != "allow" or not self.world.layout.shards_parameters:
+        if not self._looks_for_unused:
             return set()
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = self._gathered_names
         seen, pending, found = set(), [loss.grad_fn], set()
         while pending:
             node = pending.pop()
@@ -250,8 +256,7 @@ class MeshRuntime:
         return found
 
     def _check_gradients(self, used: set[str]) -> None:
-        allowed = self.config.unused_parameters == "allow"
-        if allowed and self.world.layout.shards_parameters:
+        if self._looks_for_unused:
             # Ranks that did not use a parameter give zeros, so that all reduce alike. A parameter that no rank used
             # must have no gradient at all, as on one device, where the optimizer then skips it.
             flags = torch.tensor([float(name in used) for name, _ in self._trainable], device=self.world.device)
@@ -262,7 +267,7 @@ class MeshRuntime:
                     parameter.grad = None
             return
         missing = [name for name, p in self._trainable if p.grad is None]
-        if missing and not allowed:
+        if missing and self.config.unused_parameters != "allow":
             listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise ModelError(
                 f"{len(missing)} trainable parameter{'s' if len(missing) > 1 else ''} got no gradient in this step: {listed}. "

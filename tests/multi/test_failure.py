@@ -1,0 +1,826 @@
+"""Whatever goes wrong in whichever process, the whole job ends soon, leaves nothing behind, and says what it was.
+
+Most jobs here are run by one warm process that calls the command line's `main` again and again, because starting a
+launcher costs seconds (torch) and a job of it tenths. What concerns the launcher's own beginning and end runs as the
+command itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rung.status import RankStatus, StatusBoard
+
+SCREEN = 40
+LIMIT = 15.0  # seconds from a fault to the end of the job: a promise to the user
+MARK = "RUNG_TEST_MARK"
+
+TASK = """
+import os, pathlib, resource, signal, sys, threading, time, warnings
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+PLACE, FAULT, RANK, STEP = {place!r}, {fault!r}, {rank!r}, {step!r}
+OTHERS = {others!r}  # what the other ranks do at the same place
+BATCH = 4
+defaults = {{"batch_size": BATCH, "shuffle": False, "log_every": 1}}
+here = pathlib.Path(__file__).parent
+counts = {{"forward": 0, "backward": 0, "update": 0}}
+
+
+def strike(place, step=STEP):
+    if place != PLACE or step != STEP or "RANK" not in os.environ:
+        return
+    if int(os.environ["RANK"]) != RANK:
+        if OTHERS == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(60)
+        return
+    if FAULT == "late kill":
+        time.sleep(1)  # by now the others wait for this rank inside a collective
+    (here / "fault").write_text(str(time.time()))
+    if FAULT == "raise":
+        raise ValueError("boom in the task")
+    if FAULT == "raise with a broken message":
+        class Broken(Exception):
+            def __str__(self):
+                raise RuntimeError("not even this")
+        raise Broken()
+    if FAULT == "raise a long line":
+        raise ValueError("x" * 20_000)
+    if FAULT == "recurse":
+        strike_again(place)
+    if FAULT == "sys.exit(0)":
+        sys.exit(0)
+    if FAULT == "sys.exit(3)":
+        sys.exit(3)
+    if FAULT == "os._exit(0)":
+        os._exit(0)
+    if FAULT == "os._exit(7)":
+        os.write(2, b"a last word from C++\\n")
+        os._exit(7)
+    if FAULT in ("kill", "late kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    if FAULT == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if FAULT == "out of memory":
+        run_out_of_memory()
+    if FAULT == "hang":
+        time.sleep(60)
+    if FAULT == "hang and hold the interpreter":
+        import re
+        re.match("(a+)+$", "a" * 60 + "b")
+    if FAULT == "leave processes":
+        import subprocess
+        subprocess.Popen(["sleep", "60"])
+        raise ValueError("boom in the task")
+    if FAULT == "leave a thread":
+        threading.Thread(target=time.sleep, args=(60,), name="forgotten").start()
+
+
+def strike_again(place):
+    strike_again(place)
+
+
+def run_out_of_memory():
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    hoard = []
+    while True:
+        hoard.append(torch.zeros(1 << 18))  # 1 MiB
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        counts["backward"] += 1
+        strike("backward", counts["backward"])
+        return gradient
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x):
+        if self.training:
+            counts["forward"] += 1
+            strike("forward", counts["forward"])
+        return Backward.apply(self.layers(x)).sum(dim=1)
+
+    def state_dict(self, *args, **kwargs):
+        strike("saving")
+        return super().state_dict(*args, **kwargs)
+
+
+class Numbers(Dataset):
+    def __init__(self, count, training):
+        self.count, self.training = count, training
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if self.training:
+            strike("data", index // BATCH + 1)
+        return torch.full((4,), float(index)), torch.tensor(1.0)
+
+
+def model():
+    strike("model")
+    return Net()
+
+
+def train_data(count=12):
+    return Numbers(count, True)
+
+
+def eval_data():
+    return Numbers(6, False)
+
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+
+class SGD(torch.optim.SGD):
+    def step(self, closure=None):
+        counts["update"] += 1
+        strike("update", counts["update"])
+        return super().step(closure)
+
+
+def optimizer(model):
+    strike("optimizer")
+    return SGD(model.parameters(), lr=1e-4)
+
+
+def metrics(output, target):
+    strike("metrics")
+    return {{"error": (output - target).abs()}}
+
+
+strike("load")
+"""
+
+
+def write_task(
+    folder: Path,
+    place: str = "nowhere",
+    fault: str = "",
+    rank: int = 0,
+    step: int = 2,
+    others: str = "",
+    extra: str = "",
+) -> Path:
+    path = folder / "task.py"
+    path.write_text(TASK.format(place=place, fault=fault, rank=rank, step=step, others=others) + extra)
+    return path
+
+
+@dataclass
+class Outcome:
+    code: int
+    output: str
+    folder: Path
+    seconds: float  # from the fault to the end
+    num_ranks: int = 2
+
+    @property
+    def screen(self) -> str:
+        return "\n".join(self.output.rstrip().splitlines()[-SCREEN:])
+
+    def assert_failed(self) -> None:
+        assert self.code == 1, self.output
+        assert self.seconds < LIMIT
+        assert self.output.count("Traceback (most recent call last)") <= 1, self.output
+
+    def assert_names(self, rank: int, step: int, phase: str) -> str:
+        """The headline, after checks that the report is whole and there is one line for each other rank."""
+        self.assert_failed()
+        lines = self.screen.splitlines()
+        where = f"in step {step}, phase {phase}" if step else f"before the first step, phase {phase}"
+        headlines = [line for line in lines if re.match(rf"rank {rank} .*{where}", line)]
+        assert len(headlines) == 1, f"no headline for rank {rank} {where} in:\n{self.screen}"
+        others = [line for line in lines[lines.index(headlines[0]) + 1 :] if re.match(r"rank \d+: ", line)]
+        named = sorted(int(line.split()[1].rstrip(":")) for line in others)
+        assert named == [other for other in range(self.num_ranks) if other != rank], self.screen
+        assert lines[-1].startswith("logs: ")
+        return headlines[0]
+
+
+SERVER = """
+import json, os, sys
+from rung.cli import main
+
+reply = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+for line in sys.stdin:
+    job = json.loads(line)
+    os.chdir(job["folder"])
+    output = os.open("output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1), os.dup2(output, 2), os.close(output)
+    try:
+        exec(job["before"])
+        code = main(job["arguments"])
+    except BaseException as error:
+        print("ESCAPED", repr(error))
+        code = -1
+    sys.stdout.flush(), sys.stderr.flush()
+    reply.write(f"{code}\\n")
+"""
+
+
+class Server:
+    """A launcher that stays warm between jobs."""
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        read, write = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(write)],
+            stdin=subprocess.PIPE,
+            pass_fds=[write],
+            env=environment(self.mark),
+            start_new_session=True,
+        )
+        os.close(write)
+        self._replies = read
+        self._idle: set[int] | None = None
+        self._ports: set[int] = set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def run(
+        self,
+        folder: Path,
+        *flags: str,
+        nproc: int = 2,
+        before: str = "",
+        during: Callable[[Path], None] | None = None,
+        limit: float = 60,
+    ) -> Outcome:
+        assert self._process.stdin is not None
+        arguments = ["train", "task.py", "--out", "out", "--nproc", str(nproc), *flags]
+        job = {"folder": str(folder), "arguments": arguments, "before": before}
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process.stdin.flush()
+        if during is not None:
+            during(folder)
+        if not select.select([self._replies], [], [], limit)[0]:
+            board = [(s.step, s.phase) for s in statuses(folder, nproc)]
+            self.close()
+            pytest.fail(f"the job did not end; its ranks are at {board}\n{(folder / 'output').read_text()}")
+        code = int(os.read(self._replies, 100))
+        outcome = Outcome(code, (folder / "output").read_text(), folder, seconds_since_fault(folder), nproc)
+        if self._idle is None:
+            self._idle, self._ports = marked(self.mark), listening(self.mark)
+        assert_soon(lambda: marked(self.mark) == self._idle, "a process is left behind")
+        assert_soon(lambda: listening(self.mark) <= self._ports, "a port is left behind")
+        return outcome
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        for pid in marked(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._replies)
+
+
+_server: list[Server] = []
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    if _server and not _server[0].alive():
+        _server.clear()
+    if not _server:
+        _server.append(Server())
+        folder = tmp_path_factory.mktemp("warm")
+        write_task(folder)
+        outcome = _server[0].run(folder)
+        assert outcome.code == 0, outcome.output
+    return _server[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_server() -> Iterator[None]:
+    yield
+    for server in _server:
+        if server.alive():
+            server.close()
+    _server.clear()
+
+
+@dataclass
+class Command:
+    """`rung train` as a command of its own, in a session of its own; with `terminal`, on a terminal of its own."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    folder: Path
+    terminal: int | None
+    output: str
+
+    @classmethod
+    def start(cls, folder: Path, *flags: str, terminal: bool = False, output: str = "output") -> Command:
+        mark = uuid.uuid4().hex
+        arguments = [sys.executable, "-m", "rung.cli", "train", "task.py", *flags]
+        if not terminal:
+            with (folder / output).open("wb") as file:
+                process = subprocess.Popen(
+                    arguments,
+                    cwd=folder,
+                    stdout=file,
+                    stderr=file,
+                    stdin=subprocess.DEVNULL,
+                    env=environment(mark),
+                    start_new_session=True,
+                )
+            return cls(process, mark, folder, None, output)
+        ours, theirs = pty.openpty()
+        # A terminal of its own: what is typed there reaches the whole foreground group, as it does for a user.
+        take_terminal = (
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", take_terminal, *arguments],
+            cwd=folder,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**environment(mark), "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        return cls(process, mark, folder, ours, output)
+
+    def end(self, limit: float = 60) -> Outcome:
+        """Wait for the end, and for the end of everything that it started."""
+        output = b""
+        try:
+            if self.terminal is not None:
+                deadline = time.monotonic() + limit
+                while time.monotonic() < deadline and select.select([self.terminal], [], [], limit)[0]:
+                    try:
+                        output += os.read(self.terminal, 65536)
+                    except OSError:  # the other side is closed
+                        break
+                os.close(self.terminal)
+            code = self.process.wait(limit)
+            seconds = seconds_since_fault(self.folder)
+            if self.terminal is None:
+                output = (self.folder / self.output).read_bytes()
+            text = output.decode().replace("\r\n", "\n")
+            assert_soon(lambda: not marked(self.mark), "a process is left behind")
+            return Outcome(code, text, self.folder, seconds)
+        finally:
+            for pid in marked(self.mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def environment(mark: str) -> dict[str, str]:
+    return {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def marked(mark: str) -> set[int]:
+    """Every process that descends from one, whoever its parent is by now."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                    found.add(int(entry.name))
+    return found
+
+
+def listening(mark: str) -> set[int]:
+    """The ports that these processes listen at."""
+    ports = {}
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    ports[fields[9]] = int(fields[1].rpartition(":")[2], 16)
+    found = set()
+    for pid in marked(mark):
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inode = re.match(r"socket:\[(\d+)\]", os.readlink(descriptor))
+                    if inode and inode.group(1) in ports:
+                        found.add(ports[inode.group(1)])
+    return found
+
+
+def statuses(folder: Path, num_ranks: int) -> list[RankStatus]:
+    try:
+        board = StatusBoard(folder / "out" / ".state" / "status", num_ranks)
+    except (FileNotFoundError, ValueError):
+        return []
+    return [board.read(rank) for rank in range(num_ranks)]
+
+
+def wait_until_training(folder: Path, num_ranks: int = 2) -> None:
+    assert_soon(
+        lambda: len(found := statuses(folder, num_ranks)) == num_ranks and all(s.step >= 2 for s in found),
+        "training did not begin",
+        seconds=60,
+    )
+
+
+def assert_soon(condition: Callable[[], bool], complaint: str, seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.02)
+
+
+def seconds_since_fault(folder: Path) -> float:
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return time.time() - float((folder / "fault").read_text())
+    return 0.0
+
+
+def send(number: int, *, to: Callable[[], int], times: int = 1) -> Callable[[Path], None]:
+    """Something to do during a job: wait until it trains, then send a signal, perhaps impatiently."""
+
+    def act(folder: Path) -> None:
+        wait_until_training(folder)
+        (folder / "fault").write_text(str(time.time()))
+        for _ in range(times):
+            os.kill(to(), number)
+            time.sleep(0.02)
+
+    return act
+
+
+# -- errors in the task ----------------------------------------------------------------------------------------------
+
+# place -> (step, phase, flags)
+PLACES: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "model": (0, "building", ()),
+    "optimizer": (0, "building", ()),
+    "data": (2, "reading data", ()),
+    "data in a worker": (2, "reading data", ("--set", "workers=2")),
+    "forward": (2, "forward", ()),
+    "backward": (2, "backward", ()),
+    "update": (2, "update", ()),
+    "metrics": (3, "evaluating", ()),
+    "saving": (3, "saving", ()),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_anywhere_ends_the_job_and_is_told_once(
+    server: Server, tmp_path: Path, place: str, strategy: str, rank: int
+) -> None:
+    step, phase, flags = PLACES[place]
+    code_place = place.partition(" ")[0]
+    write_task(tmp_path, code_place, "raise", rank)
+    outcome = server.run(tmp_path, "--strategy", strategy, *flags)
+    headline = outcome.assert_names(rank, step, phase)
+    assert headline.endswith("ValueError: boom in the task" + (" (in data worker 1)" if "worker" in place else ""))
+    assert 'raise ValueError("boom in the task")' in outcome.screen
+    assert f'strike("{code_place}"' in outcome.screen
+    assert outcome.output.count("Traceback (most recent call last)") == 1
+    assert outcome.output.count("\n  ValueError: boom in the task") == 1
+    assert "elastic" not in outcome.output
+    log = (tmp_path / "out" / "logs" / f"rank-{rank}.log").read_text()
+    assert "Traceback (most recent call last)" in log, "the whole traceback is in the rank's log"
+
+
+def test_a_failure_of_all_ranks_is_told_once(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path, extra="\n\ndef loss(output, target):\n    return output.no_such_thing\n")
+    outcome = server.run(tmp_path)
+    outcome.assert_failed()
+    assert outcome.output.count("no_such_thing\n") == 1, "the source line, once"
+    assert re.search(r"^rank [01] failed in step 1, phase forward: AttributeError", outcome.screen, re.MULTILINE)
+    assert re.search(r"^rank [01]: (failed|stopped|lost)", outcome.screen, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("raise with a broken message", "Broken: (its message cannot be shown)"),
+        ("raise a long line", "19,612 more characters"),
+        ("recurse", "RecursionError"),
+    ],
+)
+def test_an_awkward_exception_still_fits_a_screen(server: Server, tmp_path: Path, fault: str, expected: str) -> None:
+    write_task(tmp_path, "forward", fault, rank=1)
+    outcome = server.run(tmp_path)
+    outcome.assert_names(1, 2, "forward")
+    assert expected in outcome.screen
+    assert len(outcome.output) < 6000
+
+
+# -- ranks that leave, and ranks that are killed -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("sys.exit(0)", "sys.exit(0) was called"),
+        ("sys.exit(3)", "sys.exit(3) was called"),
+        ("os._exit(0)", "exit code 0 before training was finished"),
+        ("os._exit(7)", "exit code 7"),
+        ("terminate", "killed by SIGTERM"),
+        ("crash", "killed by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_leaves_early_fails_the_job(
+    server: Server, tmp_path: Path, fault: str, expected: str, rank: int
+) -> None:
+    write_task(tmp_path, "forward", fault, rank)
+    outcome = server.run(tmp_path)
+    assert expected in outcome.assert_names(rank, 2, "forward")
+    if fault.startswith("sys.exit"):
+        assert 'strike("forward"' in outcome.screen
+    if fault == "os._exit(7)":
+        assert "a last word from C++" in outcome.screen
+    if fault == "crash":
+        assert "Segmentation fault" in outcome.screen and "task.py" in outcome.screen
+
+
+@pytest.mark.parametrize("fault", ["sys.exit(0)", "os._exit(0)", "kill"])
+def test_the_only_rank_leaving_early_fails_the_job(server: Server, tmp_path: Path, fault: str) -> None:
+    write_task(tmp_path, "forward", fault)
+    server.run(tmp_path, nproc=1).assert_names(0, 2, "forward")
+
+
+KILLS = [
+    ("load", "ddp", 0, "starting"),
+    ("model", "ddp", 0, "building"),
+    ("data", "ddp", 2, "reading data"),
+    ("forward", "ddp", 2, "forward"),
+    ("forward", "fsdp", 2, "forward"),
+    ("backward", "fsdp", 2, "backward"),
+    ("metrics", "ddp", 3, "evaluating"),
+    ("saving", "fsdp", 3, "saving"),
+]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("place", "strategy", "step", "phase"), KILLS)
+def test_a_killed_rank_is_named_and_not_those_that_miss_it(
+    server: Server, tmp_path: Path, place: str, strategy: str, step: int, phase: str, rank: int
+) -> None:
+    write_task(tmp_path, place, "kill", rank)
+    outcome = server.run(tmp_path, "--strategy", strategy)
+    headline = outcome.assert_names(rank, step, phase)
+    assert "killed by SIGKILL" in headline and "memory" in headline
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_killed_while_others_wait_for_it_in_a_collective(server: Server, tmp_path: Path, strategy: str) -> None:
+    write_task(tmp_path, "forward", "late kill", rank=1)
+    outcome = server.run(tmp_path, "--strategy", strategy, "--set", "workers=2")
+    assert "killed by SIGKILL" in outcome.assert_names(1, 2, "forward")
+    assert re.search(r"^rank 0: (lost its connection|stopped) in step 2, ", outcome.screen, re.MULTILINE)
+
+
+def test_ranks_that_die_before_they_have_said_a_word(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path)
+    outcome = server.run(
+        tmp_path,
+        before="""
+import rung.launch.local as local
+class Poison:
+    def __reduce__(self):
+        return exec, ("import os; os.kill(os.getpid(), 9)",)
+healthy = local._run_agent
+def poisoned(job, *rest):
+    local._run_agent = healthy
+    object.__setattr__(job, "arguments", Poison())
+    healthy(job, *rest)
+local._run_agent = poisoned
+""",
+    )
+    first = int(re.findall(r"^rank (\d) was killed", outcome.screen, re.MULTILINE)[0])  # the kernel chose
+    assert "killed by SIGKILL" in outcome.assert_names(first, 0, "not started")
+
+
+def test_a_rank_out_of_memory_still_reports(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path, "forward", "out of memory", rank=1)
+    outcome = server.run(tmp_path)
+    headline = outcome.assert_names(1, 2, "forward")
+    assert "allocate" in headline or "MemoryError" in headline
+    assert "hoard.append" in outcome.screen
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_data_worker_fails_its_rank(server: Server, tmp_path: Path, rank: int) -> None:
+    write_task(tmp_path, "data", "kill", rank, step=3)
+    outcome = server.run(tmp_path, "--set", "workers=2")
+    outcome.assert_failed()
+    # The loss is noticed wherever the rank is at that moment.
+    assert re.search(
+        rf"^rank {rank} failed in step \d, phase .*: RuntimeError: DataLoader worker", outcome.screen, re.M
+    )
+    assert "killed by signal: Killed" in outcome.screen
+
+
+def test_a_data_worker_that_leaves_with_code_0_fails_its_rank(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path, "data", "os._exit(0)", rank=1)
+    outcome = server.run(tmp_path, "--set", "workers=2")
+    assert "exited unexpectedly" in outcome.assert_names(1, 2, "reading data")
+
+
+def test_a_rank_that_sleeps_and_ignores_sigterm_ends_with_the_others(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path, "forward", "raise", rank=1, others="stubborn")
+    outcome = server.run(tmp_path)
+    assert "boom in the task" in outcome.assert_names(1, 2, "forward")
+    assert "rank 0: stopped in step 2, phase forward" in outcome.screen
+
+
+def test_processes_started_by_the_task_end_with_it(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path, "forward", "leave processes", rank=1)
+    server.run(tmp_path).assert_names(1, 2, "forward")
+
+
+def test_a_thread_that_never_ends_does_not_keep_a_finished_job(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path, "forward", "leave a thread", rank=1)
+    outcome = server.run(tmp_path)
+    assert outcome.code == 0
+    assert outcome.seconds < LIMIT
+    assert "rank 1: warning: training is over; threads still running are cut off: forgotten" in outcome.output
+
+
+def test_eight_ranks_each_have_their_line(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path, "forward", "kill", rank=5)
+    outcome = server.run(tmp_path, "--batch-size", "8", nproc=8)
+    assert "killed by SIGKILL" in outcome.assert_names(5, 2, "forward")
+
+
+# -- the console -----------------------------------------------------------------------------------------------------
+
+
+def test_the_console_is_one_stream_with_warnings_of_other_ranks(server: Server, tmp_path: Path) -> None:
+    talk = """
+
+import traceback
+
+
+def metrics(output, target):
+    rank = os.environ["RANK"]
+    print(f"printed by rank {rank}: " + "long " * 40 + "end")
+    warnings.warn(f"careful, says rank {rank}")
+    warnings.warn("everyone sees this")
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        traceback.print_exc()
+    print(f"rank {rank} goes on")
+    return {"error": (output - target).abs()}
+"""
+    write_task(tmp_path, extra=talk)
+    outcome = server.run(tmp_path, "--batch-size", "6")
+    assert outcome.code == 0
+    shown = outcome.output.splitlines()
+    assert "printed by rank 0: " + "long " * 40 + "end" in shown, "in one line, however long"
+    assert "rank 0 goes on" in shown, "a traceback that the task prints is only text"
+    assert outcome.output.count("ZeroDivisionError: division by zero") == 1
+    assert "by rank 1: " not in outcome.output and "rank 1 goes on" not in outcome.output
+    for rank in (0, 1):
+        told = [line for line in shown if f"careful, says rank {rank}" in line]
+        assert len(told) == 1 and told[0].startswith(f"rank {rank}: warning: UserWarning: ")
+        assert f"rank {rank} goes on" in (tmp_path / "out" / "logs" / f"rank-{rank}.log").read_text()
+    assert outcome.output.count("everyone sees this") == 1
+    assert shown[-2].startswith("done: ") and shown[-1].startswith("results: ")
+
+
+# -- signals to the launcher -----------------------------------------------------------------------------------------
+
+LONG = ("--set", "train_data.count=4000000")
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "code"), [(signal.SIGINT, 1, 130), (signal.SIGINT, 4, 130), (signal.SIGTERM, 1, 143)]
+)
+def test_a_signal_to_the_launcher_ends_the_job_cleanly(
+    server: Server, tmp_path: Path, number: int, times: int, code: int
+) -> None:
+    write_task(tmp_path)
+    during = send(number, to=lambda: server.pid, times=times)
+    outcome = server.run(tmp_path, "--set", "workers=1", *LONG, during=during)
+    assert outcome.code == code
+    assert outcome.seconds < 5
+    assert "Traceback" not in outcome.output and "Interrupt" not in outcome.output
+    assert re.fullmatch(r"interrupted in step \d+; what was written lies in out", outcome.output.splitlines()[-1])
+
+
+def test_after_a_signal_the_launcher_can_launch_again(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path)
+    assert server.run(tmp_path).code == 0
+
+
+def test_ctrl_c_at_a_terminal_ends_the_job_with_one_line(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    command = Command.start(tmp_path, "--nproc", "2", "--out", "out", "--set", "workers=1", *LONG, terminal=True)
+    wait_until_training(tmp_path)
+    (tmp_path / "fault").write_text(str(time.time()))
+    assert command.terminal is not None
+    os.write(command.terminal, b"\x03")
+    outcome = command.end()
+    assert outcome.code == 130
+    assert outcome.seconds < 5
+    assert "Traceback" not in outcome.output and "KeyboardInterrupt" not in outcome.output
+    lines = plain(outcome.output).rstrip().splitlines()
+    assert re.search(r"interrupted in step \d+; what was written lies in out$", lines[-1])
+    assert cursor_is_shown(outcome.output)
+
+
+def test_ctrl_c_while_starting_ends_with_one_line(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    command = Command.start(tmp_path, "--nproc", "2", "--out", "out")
+    # The launcher and the server that ranks are forked from are importing torch.
+    assert_soon(lambda: len(marked(command.mark)) >= 3, "nothing starts", seconds=30)
+    time.sleep(0.3)
+    (tmp_path / "fault").write_text(str(time.time()))
+    os.killpg(command.process.pid, signal.SIGINT)
+    outcome = command.end()
+    assert outcome.code == 130
+    assert outcome.seconds < 5
+    assert outcome.output.strip() == "interrupted"
+
+
+def test_killing_the_launcher_leaves_no_rank_and_no_data_worker(tmp_path: Path) -> None:
+    # One rank is inside a regular expression that ends in years and lets no other thread run; the other waits for it.
+    write_task(tmp_path, "forward", "hang and hold the interpreter", rank=1)
+    command = Command.start(tmp_path, "--nproc", "2", "--out", "out", "--set", "workers=1", *LONG)
+    assert_soon((tmp_path / "fault").exists, "the fault did not happen", seconds=60)
+    time.sleep(0.5)
+    assert len(marked(command.mark)) >= 7, "launcher, tracker, server, two ranks, two data workers"
+    os.kill(command.process.pid, signal.SIGKILL)
+    assert_soon(lambda: not marked(command.mark), "processes outlive the launcher", seconds=LIMIT)
+    command.end()
+
+
+def test_a_failure_at_a_terminal_ends_with_the_report(tmp_path: Path) -> None:
+    write_task(tmp_path, "forward", "raise", rank=1, step=40)
+    command = Command.start(tmp_path, "--nproc", "2", "--out", "out", *LONG, terminal=True)
+    outcome = command.end()
+    assert "━" in outcome.output, "there was a progress bar"
+    assert cursor_is_shown(outcome.output)
+    outcome.output = plain(outcome.output)
+    outcome.assert_names(1, 40, "forward")
+    report = outcome.output[outcome.output.rindex("rank 1 failed") :]
+    assert "━" not in report and "samples/s" not in report
+
+
+def test_two_jobs_at_once_both_finish(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    commands = [Command.start(tmp_path, "--nproc", "2", output=f"output-{number}") for number in (1, 2)]
+    for command in commands:
+        outcome = command.end()
+        assert outcome.code == 0, outcome.output
+        assert "done: 3 steps" in outcome.output
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def plain(output: str) -> str:
+    """What is left on a terminal, near enough: without escapes, and of lines written over, the last state."""
+    lines = ANSI.sub("", output).splitlines()
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+
+
+def cursor_is_shown(output: str) -> bool:
+    return output.rfind("\x1b[?25h") >= output.rfind("\x1b[?25l")
