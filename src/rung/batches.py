@@ -266,7 +266,8 @@ class _SampleReader:
         # numbers: read without seeding, look whether a generator moved, and only then read again, seeded.
         if not self._draws_random_numbers:
             before = _Marks()
-            data = self._collate([self._dataset[index] for index in samples])
+            many = getattr(self._dataset, "__getitems__", None)  # torch's protocol for reading several at once
+            data = self._collate(many(samples) if many else [self._dataset[index] for index in samples])
             if before.hold():
                 return data
             self._draws_random_numbers = True

@@ -27,7 +27,7 @@ from rung.config import resolve
 from rung.errors import DataError
 from rung.order import mix
 from rung.runtime import build_runtime
-from rung.runtime.mesh import map_tensors
+from rung.runtime.forward import map_tensors
 from rung.strategy import default_name, parse
 from rung.task import Task, load_task
 from rung.train import make_batches, make_eval_batches
@@ -125,7 +125,7 @@ def open_session(
     """Spread a task over the processes of this job.
 
     `task` is a `rung.Task` or the path of a task file. Settings are those of `rung train` (`batch_size` follows from the
-    batches); arguments of the task's functions are given as `**{"model.depth": 8}`. `total_steps` is for the schedule.
+    batches); arguments of the task's functions are `**{"model.depth": 8}`. `total_steps` is for the schedule.
     """
     loaded = task if isinstance(task, Task) else load_task(task)
     return Session(loaded, strategy, total_steps, settings)

@@ -219,8 +219,8 @@ def choose_device(device: str, backend: str, local_rank: int, local_size: int) -
         )
     if local_size > gpus and backend != "gloo":
         raise EnvironmentProblem(
-            f"{local_size} processes on {gpus} GPU{'s' if gpus > 1 else ''}: NCCL takes one process a GPU. Use --nproc {gpus}, "
-            "or --set backend=gloo to let processes share a GPU, or --set device=cpu."
+            f"{local_size} processes on {gpus} GPU{'s' if gpus > 1 else ''}: NCCL takes one process a GPU. Use "
+            f"--nproc {gpus}, or --set backend=gloo to let processes share a GPU, or --set device=cpu."
         )
     return torch.device("cuda", local_rank % gpus)
 

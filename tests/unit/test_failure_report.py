@@ -168,9 +168,13 @@ def test_each_other_rank_has_one_line_with_its_fate(tmp_path: Path) -> None:
 
 
 def test_a_silent_rank_that_crashed_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.log").write_text("hello\nterminate called after throwing an instance of 'std::runtime_error'\n")
-    text = report({}, training(1), {0: -signal.SIGABRT}, {0: 10.0}, tmp_path)
+    words = "hello\nterminate called after throwing an instance of 'std::runtime_error'\n"
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.log").write_text(words)
+    text = report({}, training(2), {1: -signal.SIGABRT}, {1: 10.0}, tmp_path)
     assert "    terminate called after throwing" in text
+    text = report({}, training(2), {0: -signal.SIGABRT}, {0: 10.0}, tmp_path)
+    assert "terminate" not in text, "the console has shown it: it is rank 0"
     (tmp_path / "rank-0.log").write_text(
         "hello\nFatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File other\n\n"
         "Current thread 0x2 (most recent call first):\n  File mine\n\nExtension modules: " + "m, " * 5000
@@ -178,6 +182,11 @@ def test_a_silent_rank_that_crashed_is_told_with_the_end_of_its_log(tmp_path: Pa
     text = report({}, training(1), {0: -signal.SIGSEGV}, {0: 10.0}, tmp_path)
     assert "Fatal Python error: Segmentation fault" in text and "File mine" in text
     assert "File other" not in text and len(text) < 1500
+
+
+def test_an_error_of_one_line_is_told_once(tmp_path: Path) -> None:
+    own = record(0, 11.0, summary="DataError: the data set is empty.", traceback="DataError: the data set is empty.")
+    assert report(by_rank(own), training(1), {0: 1}, {0: 11.5}, tmp_path).count("the data set is empty.") == 1
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

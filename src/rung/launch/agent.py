@@ -14,11 +14,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from rung.processes import is_running
 from rung.status import RankStatus, StatusBoard
@@ -90,16 +92,59 @@ class Ranks:
             child.join(_LEAVE_SECONDS)
 
 
+class Signals:
+    """Turns the signals that ask the launcher to end into an exception of its main thread. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._before: dict[signal.Signals, Any] = {}
+        self._hold = False
+        self._waiting: int | None = None
+
+    def __enter__(self) -> Signals:
+        # The agent would install handlers of its own, and cannot be interrupted while it does.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A stretch that the first signal does not interrupt but follows. A second one means it."""
+        self._hold = True
+        try:
+            yield
+        finally:
+            self._hold = False
+        if self._waiting is not None:
+            self._take(self._waiting, None)
+
+    def ignore(self) -> None:
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _take(self, number: int, frame: object) -> None:
+        patient = self._hold and self._waiting is None
+        self._waiting = number
+        if not patient:
+            raise SignalException(f"got signal {number}", signal.Signals(number))
+
+
 class RankAgent(LocalElasticAgent):
     """The elastic agent with `Ranks` as its eyes. No restarts: a rank that comes back has lost its state."""
 
-    def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, ranks: Ranks, signals: Signals, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ranks = ranks
+        self._signals = signals
         self._finished_at: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        with self._signals.held():  # a rank that is half started would be known to nobody
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         # The processes themselves, for their exit codes. Neither the agent nor multiprocessing gives them out: the list
         # of active children has forgotten a rank that is dead by now.
         context: Any = self._pcontext
@@ -126,12 +171,10 @@ class RankAgent(LocalElasticAgent):
             state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
         )
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:  # a second Ctrl-C must not cut short what the first one began
-                signal.signal(number, signal.SIG_IGN)
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # torch 2.11 and 2.13 differ in the arguments
+        self._signals.ignore()  # a second Ctrl-C must not cut short what the first one began
         self._ranks.end()
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(*args, **kwargs)
 
     def _record_worker_events(self, result: RunResult) -> None:
         """Nobody reads the agent's events, and each looks the host's name up: seconds, where names do not resolve."""

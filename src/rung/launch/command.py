@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import time
@@ -44,7 +45,8 @@ def prepare(
     """Read task and settings, choose layout and device, and refuse what cannot be, before any process starts."""
     with leaving_at_once():
         task = load_task(path)
-        import rung.launch.agent
+        for name in ("rung.launch.agent", "rung.launch.rank"):  # what `launch` needs of torch
+            importlib.import_module(name)
         from rung.world import choose_backend, choose_device
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
     config = resolved.config

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rung.launch.failure import CRASH_MARK
 from rung.status import StatusBoard
 
 WARNING_MARK = "WARNING: "
@@ -115,7 +116,7 @@ class JobConsole:
             self._quiet = True  # whoever read this went away; that is no reason to stop training
 
     def _show_line(self, rank: int, line: str) -> None:
-        if line.startswith(FAILURE_MARK):
+        if line.startswith((FAILURE_MARK, CRASH_MARK)):
             self._failed.add(rank)
         # A rank's failure is told once, in the closing report.
         if self._quiet or rank in self._failed or not line.strip():

@@ -27,6 +27,7 @@ _LOST_PEER = re.compile(
     r"|nccl|gloo|store.*(timeout|failed)|connection was likely closed|pair closure|remote process exited",
     re.IGNORECASE,
 )
+CRASH_MARK = "Fatal Python error"  # how a Python traceback of a crash in C++ begins
 # A connection is gone a moment before its process is: how long to look for the one that ended.
 _PEER_SECONDS = 0.5
 # What the loader makes of an error in one of its processes.
@@ -104,8 +105,11 @@ def report(
         return f"every rank finished, but rank 0 ended before it could hand its results over.\nlogs: {logs}"
     own = failures.get(first)
     lines = [_headline(first, own, statuses[first], exit_codes.get(first))]
-    details = own.traceback.rstrip().splitlines() if own else _last_words(logs / f"rank-{first}.log", exit_codes, first)
-    if details:
+    if own is not None:
+        details = own.traceback.rstrip().splitlines()
+    else:
+        details = _last_words(logs / f"rank-{first}.log", first, exit_codes.get(first))
+    if details and details != [own.summary if own else ""]:
         lines += ["", *(f"  {line}".rstrip() for line in details), ""]
     for rank, status in enumerate(statuses):
         if rank != first:
@@ -259,9 +263,9 @@ def _fate(record: FailureRecord | None, status: RankStatus, exit_code: int | Non
     return f"stopped {where}"
 
 
-def _last_words(log: Path, exit_codes: dict[int, int | None], rank: int) -> list[str]:
+def _last_words(log: Path, rank: int, exit_code: int | None) -> list[str]:
     """The end of the log of a rank that left no record: where a crash in C++ has left its message."""
-    if exit_codes.get(rank) == -signal.SIGKILL:
+    if exit_code == -signal.SIGKILL:
         return []  # it had no time for any
     try:
         with log.open("rb") as file:
@@ -269,7 +273,9 @@ def _last_words(log: Path, exit_codes: dict[int, int | None], rank: int) -> list
             lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     except FileNotFoundError:
         return []
-    crash = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+    crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH_MARK)), None)
+    if crash is None and rank == 0:
+        return []  # what rank 0 says stands above the report already
     if crash is not None:
         thread = next((i for i in range(crash, len(lines)) if lines[i].startswith("Current thread")), crash + 1)
         lines = [lines[crash], *lines[thread : thread + _MAX_LAST_WORDS - 1]]
@@ -285,6 +291,8 @@ def _summarise(error: BaseException) -> str:
     if worker is not None:
         message = _parse_traceback(text)[1]
         return f"{_cut(message[0])} (in data worker {worker.group(1)})"
+    if error.__cause__ is not None and "killed by signal" in _message(error.__cause__):
+        text = _message(error.__cause__)  # of a data worker
     lines = _UNPRINTABLE.sub("", text).strip().splitlines()
     first = lines[0] if lines else ""
     return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__

@@ -25,7 +25,7 @@ from rung.launch.failure import read_failures, report
 from rung.status import StatusBoard
 
 if TYPE_CHECKING:  # torch is imported later, while the server that `warm_up` starts imports it, too
-    from rung.launch.agent import Ranks
+    from rung.launch.agent import Ranks, Signals
     from rung.train import Job, Summary
 
 
@@ -39,8 +39,8 @@ _PRELOADED = [
 ]
 
 
-class Interrupted(Exception):
-    """Ctrl-C, or a polite request to end."""
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, or a polite request to end, while ranks were running. They are gone now."""
 
     def __init__(self, signal_number: int, step: int) -> None:
         super().__init__(f"interrupted in step {step}" if step else "interrupted before the first step")
@@ -70,11 +70,12 @@ def leaving_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, _leave)
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave(number: int, frame: object) -> None:
@@ -97,7 +98,7 @@ def launch(job: Job, num_ranks: int, *, console: Console, quiet: bool = False) -
     """Run a job to its end in `num_ranks` processes. Raises JobFailed with the report of a failure."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from rung.launch.agent import SIGNALS, Ranks
+    from rung.launch.agent import Ranks, Signals
 
     assert job.run_dir is not None
     folder = Path(job.run_dir)
@@ -109,19 +110,15 @@ def launch(job: Job, num_ranks: int, *, console: Console, quiet: bool = False) -
     board = StatusBoard(state / "status", num_ranks, create=True)
     ranks = Ranks(board)
     view = JobConsole(folder, num_ranks, board, console, quiet=quiet)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with view:
+        with view, Signals() as signals:
             try:
-                _run_agent(job, num_ranks, ranks)
+                _run_agent(job, num_ranks, ranks, signals)
             finally:
+                signals.ignore()
                 ranks.end()
     except SignalException as error:
         raise Interrupted(error.sigval, board.read(0).step) from None
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
     if not ranks.finished() or not (state / "summary").exists():
         failures, logs = read_failures(state), folder / "logs"
         raise JobFailed(report(failures, ranks.statuses(), ranks.exit_codes(), ranks.deaths, logs))
@@ -129,7 +126,7 @@ def launch(job: Job, num_ranks: int, *, console: Console, quiet: bool = False) -
     return summary, view
 
 
-def _run_agent(job: Job, num_ranks: int, ranks: Ranks) -> None:
+def _run_agent(job: Job, num_ranks: int, ranks: Ranks, signals: Signals) -> None:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -166,7 +163,7 @@ def _run_agent(job: Job, num_ranks: int, ranks: Ranks) -> None:
         numa_options=defaults.numa_options,
     )
     try:
-        RankAgent(ranks, spec, logs_specs=nowhere, start_method="forkserver").run()
+        RankAgent(ranks, signals, spec, logs_specs=nowhere, start_method="forkserver").run()
     finally:
         rendezvous.shutdown()
 

@@ -73,7 +73,7 @@ class ShardedUpdate:
             flat = torch.cat(pieces)
             everyone = gather_flat(flat, self._group)
             offset = 0
-            for parameter, count, piece in zip(bucket, rows, pieces, strict=True):
+            for parameter, piece in zip(bucket, pieces, strict=True):
                 columns = everyone[:, offset : offset + piece.numel()].reshape(-1)
                 parameter.detach().copy_(columns[: parameter.numel()].view(parameter.shape))
                 offset += piece.numel()

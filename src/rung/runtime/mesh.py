@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,48 +15,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.overrides import TorchFunctionMode
 
 from rung.batches import MicroBatch, Window
 from rung.config import RunConfig
 from rung.errors import ModelError, TaskError
 from rung.parallel import sync_batch_norms
+from rung.parallel.gather import whole_tensor
 from rung.parallel.gradients import clip, global_norm
 from rung.parallel.sharding import free_gathered, name_gathered, set_gradient_sync
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep
+from rung.runtime.forward import LossModule, NoDropout, call_model, map_tensors
 from rung.status import StatusWriter
-from rung.task import Task, has_target, split_batch
+from rung.task import Task, split_batch
 from rung.world import World
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class LossModule(nn.Module):
-    """From a batch to its loss: what is wrapped by DDP and compiled as one piece, so that outputs need not survive."""
-
-    def __init__(self, model: nn.Module, task: Task) -> None:
-        super().__init__()
-        self.model = model
-        self._task = task
-
-    def forward(self, batch: Any) -> Tensor:
-        output, target = call_model(self._task, self.model, batch)
-        loss: Tensor = self._task.loss(output, target)
-        return loss
-
-
-def call_model(task: Task, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """(output, target) of a batch, by the task's `forward` or the conventions of `rung.task`."""
-    inputs, target = split_batch(batch)
-    if task.forward is not None:
-        return task.forward(model, batch), target
-    if not has_target(batch):
-        raise TaskError(
-            f"{task.name}: a batch is a pair (input, target) or a dict with a 'target'; this one is {_describe(batch)}. "
-            "Define forward(model, batch) to use it as it is."
-        )
-    return (model(**inputs) if isinstance(inputs, Mapping) else model(inputs)), target
 
 
 class MeshRuntime:
@@ -270,8 +244,8 @@ class MeshRuntime:
         if missing and self.config.unused_parameters != "allow":
             listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise ModelError(
-                f"{len(missing)} trainable parameter{'s' if len(missing) > 1 else ''} got no gradient in this step: {listed}. "
-                "Freeze them (requires_grad=False), or allow it with --set unused_parameters=allow."
+                f"{len(missing)} trainable parameter{'s' if len(missing) > 1 else ''} got no gradient in this step: "
+                f"{listed}. Freeze them (requires_grad=False), or allow it with --set unused_parameters=allow."
             )
 
     def _note_changed_buffers(self, versions: list[int]) -> None:
@@ -331,8 +305,8 @@ class MeshRuntime:
             else:
                 got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise TaskError(
-                    f"{self.task.name}: metrics()[{name!r}] is {got} for a batch of {num_rows}. Return one number per sample "
-                    f"(a tensor of length {num_rows}), or a pair (sum, count)."
+                    f"{self.task.name}: metrics()[{name!r}] is {got} for a batch of {num_rows}. Return one number per "
+                    f"sample (a tensor of length {num_rows}), or a pair (sum, count)."
                 )
             if not real:
                 total, units = torch.zeros_like(total), torch.zeros_like(units)
@@ -348,9 +322,7 @@ class MeshRuntime:
                 continue
             whole = value.detach()
             if isinstance(whole, DTensor):
-                # Offloaded shards travel through the device, where the mesh's collectives are.
-                there = whole if whole.device == self.world.device else whole.to(self.world.device)
-                whole = there.full_tensor() if isinstance(there, DTensor) else there
+                whole = whole_tensor(whole, self.world.device)
             yield name, whole.cpu() if self.world.is_main else torch.empty(0)
 
     def state_bytes(self) -> dict[str, int]:
@@ -379,43 +351,7 @@ class MeshRuntime:
         return torch.autocast(self.world.device.type, dtype=half) if half is not None else nullcontext()
 
     def _without_dropout(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.config.dropout else _NoDropout()
-
-
-class _NoDropout(TorchFunctionMode):
-    """Makes every dropout the identity, written as a module or called as a function."""
-
-    _DROPOUTS = frozenset(
-        getattr(nn.functional, name)
-        for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._DROPOUTS or func is torch.dropout:
-            return args[0] if args else kwargs["input"]
-        if func is nn.functional.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
-
-
-def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply a function to every tensor in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(data, Tensor):
-        return function(data)
-    if isinstance(data, Mapping):
-        return {key: map_tensors(value, function) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(value, function) for value in data))
-    if isinstance(data, tuple | list):
-        return type(data)(map_tensors(value, function) for value in data)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        changes = {f.name: map_tensors(getattr(data, f.name), function) for f in dataclasses.fields(data)}
-        return dataclasses.replace(data, **changes)
-    return data
+        return nullcontext() if self.config.dropout else NoDropout()
 
 
 def _weighted(loss: Tensor, share: float | Tensor) -> Tensor:
@@ -441,11 +377,3 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 def _local_bytes(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
-
-
-def _describe(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return f"a dict with the keys {', '.join(map(repr, batch))}"
-    if isinstance(batch, tuple | list):
-        return f"a {type(batch).__name__} of {len(batch)}"
-    return f"a {type(batch).__name__}"

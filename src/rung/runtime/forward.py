@@ -1,0 +1,85 @@
+"""From a batch to an output and a loss: how the task's functions are called, on tensors in any nesting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rung.errors import TaskError
+from rung.task import Task, has_target, split_batch
+
+
+class LossModule(nn.Module):
+    """From a batch to its loss: what is wrapped by DDP and compiled as one piece, so that outputs need not survive."""
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(self, batch: Any) -> Tensor:
+        output, target = call_model(self._task, self.model, batch)
+        loss: Tensor = self._task.loss(output, target)
+        return loss
+
+
+def call_model(task: Task, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """(output, target) of a batch, by the task's `forward` or the conventions of `rung.task`."""
+    inputs, target = split_batch(batch)
+    if task.forward is not None:
+        return task.forward(model, batch), target
+    if not has_target(batch):
+        raise TaskError(
+            f"{task.name}: a batch is a pair (input, target) or a dict with a 'target'; this one is "
+            f"{_describe(batch)}. Define forward(model, batch) to use it as it is."
+        )
+    return (model(**inputs) if isinstance(inputs, Mapping) else model(inputs)), target
+
+
+class NoDropout(TorchFunctionMode):
+    """Makes every dropout the identity, written as a module or called as a function."""
+
+    _DROPOUTS = frozenset(
+        getattr(nn.functional, name)
+        for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._DROPOUTS or func is torch.dropout:
+            return args[0] if args else kwargs["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply a function to every tensor in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        return {key: map_tensors(value, function) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(value, function) for value in data))
+    if isinstance(data, tuple | list):
+        return type(data)(map_tensors(value, function) for value in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        changes = {f.name: map_tensors(getattr(data, f.name), function) for f in dataclasses.fields(data)}
+        return dataclasses.replace(data, **changes)
+    return data
+
+
+def _describe(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"a dict with the keys {', '.join(map(repr, batch))}"
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"
