@@ -29,7 +29,7 @@ SIZES = {
     "1.3b": (24, 2048, 16),
 }
 
-defaults = {"batch_size": 16, "steps": 300, "clip": 1.0}
+defaults = {"batch_size": 16, "steps": 400, "clip": 1.0}
 blocks = "blocks.*"
 
 
@@ -100,7 +100,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def model(size="0.8m", layers=0, width=0, heads=0, context=128, vocabulary=VOCABULARY, dropout=0.0):
+def model(size="0.8m", layers=0, width=0, heads=0, context=64, vocabulary=VOCABULARY, dropout=0.0):
     shape = [chosen or default for chosen, default in zip((layers, width, heads), SIZES[size])]
     return GPT(*shape, context, vocabulary, dropout)
 
@@ -120,12 +120,12 @@ class Text(Dataset):
         return piece[:-1], piece[1:]
 
 
-def train_data(context=128, characters=2_000_000):
+def train_data(context=64, characters=1_000_000):
     tokens = read_sources(characters)
     return Text(tokens[: len(tokens) * 19 // 20], context)
 
 
-def eval_data(context=128, characters=2_000_000):
+def eval_data(context=64, characters=1_000_000):
     tokens = read_sources(characters)
     return Text(tokens[len(tokens) * 19 // 20 :], context)
 

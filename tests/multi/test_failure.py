@@ -311,14 +311,13 @@ class Server:
         return self._process.poll() is None
 
     def close(self) -> None:
-        for pid in marked(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(self.mark)
         self._process.wait()
         os.close(self._replies)
 
 
 _server: list[Server] = []
+_commands: list[str] = []  # their marks
 
 
 @pytest.fixture
@@ -356,6 +355,7 @@ class Command:
     @classmethod
     def start(cls, folder: Path, *flags: str, terminal: bool = False, output: str = "output") -> Command:
         mark = uuid.uuid4().hex
+        _commands.append(mark)
         arguments = [sys.executable, "-m", "rung.cli", "train", "task.py", *flags]
         if not terminal:
             with (folder / output).open("wb") as file:
@@ -406,9 +406,20 @@ class Command:
             assert_soon(lambda: not marked(self.mark), "a process is left behind")
             return Outcome(code, text, self.folder, seconds)
         finally:
-            for pid in marked(self.mark):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(self.mark)
+
+
+@pytest.fixture(autouse=True)
+def _end_commands() -> Iterator[None]:
+    yield
+    while _commands:  # of a test that failed before it came to their end
+        kill_all(_commands.pop())
+
+
+def kill_all(mark: str) -> None:
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def environment(mark: str) -> dict[str, str]:
