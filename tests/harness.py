@@ -18,7 +18,7 @@ multiprocessing.set_forkserver_preload(_PRELOADED)
 
 
 def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """function(*args) on `size` ranks; the results in rank order. A failure on any rank is raised with its traceback."""
+    """function(*args) on `size` ranks; the results in rank order. A failure on any rank is raised with it."""
     context = multiprocessing.get_context("forkserver")
     results: Any = context.Queue()
     # A store of the parent's on a port of the system's choice, as the elastic agent does: no two tests collide.

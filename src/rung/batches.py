@@ -393,7 +393,7 @@ class _Marks:
 
     def __init__(self) -> None:
         self._python = _python_mark()
-        self._torch = torch.get_rng_state()
+        self._torch = torch.get_rng_state().numpy().tobytes()
         self._address: int = np.random.mtrand._rand._bit_generator.ctypes.state_address
         self._numpy = ctypes.string_at(self._address, self._NUMPY_BYTES)
 
@@ -401,7 +401,7 @@ class _Marks:
         """Whether nothing was drawn since."""
         return (
             ctypes.string_at(self._address, self._NUMPY_BYTES) == self._numpy
-            and torch.equal(torch.get_rng_state(), self._torch)
+            and torch.get_rng_state().numpy().tobytes() == self._torch
             and _python_mark() == self._python
         )
 
@@ -411,7 +411,7 @@ class _Marks:
             random.setstate((3, (*words, index), None))
         else:
             random.setstate(self._python)
-        torch.set_rng_state(self._torch)
+        torch.set_rng_state(torch.frombuffer(bytearray(self._torch), dtype=torch.uint8))
         ctypes.memmove(self._address, self._numpy, self._NUMPY_BYTES)
 
 

@@ -184,7 +184,7 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder), flush_secs=10)
 
     def on_start(self, facts: dict[str, Any]) -> None:
         self._writer.add_text("run", ", ".join(f"{key}: {value}" for key, value in facts.items()))

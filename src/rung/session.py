@@ -124,8 +124,8 @@ def open_session(
 ) -> Session:
     """Spread a task over the processes of this job.
 
-    `task` is a `rung.Task` or the path of a task file. Settings are those of `rung train` (`batch_size` follows from the
-    batches); arguments of the task's functions are `**{"model.depth": 8}`. `total_steps` is for the schedule.
+    `task` is a `rung.Task` or the path of a task file. Settings are those of `rung train` (`batch_size` follows from
+    the batches); arguments of the task's functions are `**{"model.depth": 8}`. `total_steps` is for the schedule.
     """
     loaded = task if isinstance(task, Task) else load_task(task)
     return Session(loaded, strategy, total_steps, settings)

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from rung.config import RunConfig
 from rung.errors import ConfigError, RungError
@@ -126,7 +127,7 @@ def verify_command(
         return 1 if failed else 0
     console.print(_table(rows, tolerance))
     for row in failed:
-        console.print(f"[red]{row.strategy} ({row.optimizer}): {row.reason()}[/red]", highlight=False)
+        console.print(Text(f"{row.strategy} ({row.optimizer}): {row.reason()}", style="red"), soft_wrap=True)
     verdict = f"{len(rows) - len(failed)} of {len(rows)} agree with one process to {tolerance:g}"
     console.print(f"[{'red' if failed else 'green'}]{verdict}[/]", highlight=False)
     return 1 if failed else 0

@@ -95,7 +95,7 @@ def train(
         figures.append(f"loss {summary.last.loss:.4g}")
     if summary.evaluation is not None:
         figures += [f"eval {name} {value:.4g}" for name, value in summary.evaluation.metrics.items()]
-    console.print("done: " + ", ".join(figures), highlight=False)
+    console.print("done: " + ", ".join(figures), highlight=False, soft_wrap=True)
     console.print(
         f"results: {folder}/ (metrics.jsonl, model.safetensors, tensorboard/, logs/, config.toml)",
         highlight=False,

@@ -10,6 +10,7 @@ import math
 import re
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ class JobConsole:
         self._thread = threading.Thread(target=self._watch, name="rung-console", daemon=True)
         self._progress: Progress | None = None
         self._last_plain = time.monotonic()
-        self._started = time.monotonic()
+        self._last_plain_step = 0
+        self._first_step_at: float | None = None
+        self._recent: deque[tuple[float, float]] = deque(maxlen=20)
 
     def __enter__(self) -> JobConsole:
         if not self._quiet and self._console.is_terminal:
@@ -136,6 +139,8 @@ class JobConsole:
             self._total = row["total_steps"]
         elif row["event"] == "step":
             self.last_step = row
+            self._recent.append((float(row["samples_per_second"]), row["step_seconds"]))
+            self._first_step_at = self._first_step_at or time.monotonic()
         elif row["event"] == "eval":
             self.last_evaluation = row
             if not self._quiet:
@@ -151,22 +156,31 @@ class JobConsole:
         status = self._board.read(0)
         step = self.last_step
         if self._progress is not None:
-            figures = ""
-            if step:
-                figures = f"loss {_number(step['loss'])}  {_number(step['samples_per_second'])} samples/s"
+            figures = self._figures() if step else ""
             description = f"epoch {step['epoch'] + 1}" if step else status.phase
+            if status.phase in ("evaluating", "saving"):
+                description = status.phase
             self._progress.update(
                 self._task, completed=status.step, total=self._total, description=description, figures=figures
             )
-        elif not self._quiet and step and time.monotonic() - self._last_plain > _PLAIN_SECONDS:
-            self._last_plain = time.monotonic()
+        elif self._wants_plain_line():
+            self._last_plain, self._last_plain_step = time.monotonic(), step["step"]
             total = f"/{self._total}" if self._total else ""
             left = ""
-            if self._total and status.step:
-                seconds = (time.monotonic() - self._started) / status.step * (self._total - status.step)
-                left = f"  {seconds:.0f} s left"
-            figures = f"loss {_number(step['loss'])}  {_number(step['samples_per_second'])} samples/s"
-            self._console.print(f"  step {step['step']}{total}  {figures}{left}", highlight=False)
+            if self._total and step["step"] > 1 and self._first_step_at is not None:
+                each = (time.monotonic() - self._first_step_at) / (step["step"] - 1)
+                left = f"  {each * (self._total - step['step']):.0f} s left"
+            self._console.print(f"  step {step['step']}{total}  {self._figures()}{left}", highlight=False)
+
+    def _wants_plain_line(self) -> bool:
+        if self._quiet or not self.last_step or self.last_step["step"] == self._last_plain_step:
+            return False
+        return time.monotonic() - self._last_plain > _PLAIN_SECONDS
+
+    def _figures(self) -> str:
+        seconds = sum(seconds for _, seconds in self._recent)
+        samples = sum(rate * seconds for rate, seconds in self._recent)
+        return f"loss {_number(self.last_step['loss'])}  {_number(samples / seconds if seconds else 0.0)} samples/s"
 
 
 def _as_seen(line: bytes) -> str:

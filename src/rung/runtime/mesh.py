@@ -76,7 +76,11 @@ class MeshRuntime:
     # -- batches ------------------------------------------------------------------------------------------------
 
     def place(self, windows: Iterable[Window]) -> Iterator[Window]:
+        in_place = self.world.device.type == "cpu" and self.world.has_storage and self.config.precision != "fp64"
         for window in windows:
+            if in_place:
+                yield window
+                continue
             with self.world.tensors():
                 placed = [dataclasses.replace(m, data=self._place(m.data)) for m in window.micro_batches]
             yield dataclasses.replace(window, micro_batches=placed)
@@ -99,6 +103,7 @@ class MeshRuntime:
         with self.world.tensors(), self._without_dropout():
             if not self.model.training:
                 self.model.train()
+            self._status.phase("forward")
             shares, averaging = self._shares(window)
             versions = [buffer._version for _, buffer in self._own_buffers] if self._first_step else []
             loss_share: Tensor | None = None
