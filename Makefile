@@ -1,7 +1,6 @@
 # The two commands of the README, and what developers use beside them.
 PYTHON ?= python3
 BIN := .venv/bin
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-all lint bench bench-gpu clean
 
@@ -26,6 +25,9 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Ranks of a test are many and small: a thread each.
+test test-all: export OMP_NUM_THREADS = 1
 
 test: lint
 	$(BIN)/pytest -m "not slow and not gpu"

@@ -72,7 +72,7 @@ class RunConfig:
     gather: str = _setting(
         "auto", "type of gathered parameters: auto (on GPUs that of the arithmetic) or fp32", str, ("auto", "fp32")
     )
-    log_every: int = _setting(10, "steps between two reads of the loss (a device synchronisation)", int)
+    log_every: int = _setting(10, "steps between two reads of the figures from the device", int)
     eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)
     save_weights: bool = _setting(True, "write model.safetensors at the end", bool)
     timeout_seconds: int = _setting(600, "how long a rank waits for another before it gives up", int)

@@ -54,8 +54,9 @@ class Layout:
             return "single: one process"
         if self.dp_replicate > 1 and self.dp_shard > 1:
             return f"{self.name}: {self.dp_replicate} replicas x {self.dp_shard} shards"
-        noun = "shards" if self.dp_shard > 1 else "replicas"
-        return f"{self.name}: {self.num_ranks} {noun}"
+        if self.num_ranks == 1:
+            return f"{self.name}: one process"
+        return f"{self.name}: {self.num_ranks} {'shards' if self.dp_shard > 1 else 'replicas'}"
 
 
 @dataclass(frozen=True)

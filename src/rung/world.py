@@ -96,7 +96,7 @@ class World:
         return tensor.to(device=self.device, dtype=wanted, non_blocking=True)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[float]:
-        """Scalars brought to the host in one transfer. Waits for the device."""
+        """Scalars of one type brought to the host in one transfer. Waits for the device."""
         return self.fetch(tensors)()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
@@ -105,7 +105,7 @@ class World:
             return list
         if self.pretend:
             return lambda: [math.nan] * len(tensors)
-        stacked = torch.stack([t.detach().to(torch.float64).reshape(()) for t in tensors])
+        stacked = torch.stack(list(tensors)).detach().to(torch.float64)
         if self.device.type != "cuda":
             return stacked.tolist
         host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)

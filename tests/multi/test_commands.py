@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-defaults = {"batch_size": 10, "epochs": 2}
+defaults = {"batch_size": 10, "epochs": 2, "device": "cpu"}
 
 def data(count):
     g = torch.Generator().manual_seed(0)

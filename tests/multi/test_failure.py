@@ -40,7 +40,7 @@ from torch.utils.data import Dataset
 PLACE, FAULT, RANK, STEP = {place!r}, {fault!r}, {rank!r}, {step!r}
 OTHERS = {others!r}  # what the other ranks do at the same place
 BATCH = 4
-defaults = {{"batch_size": BATCH, "shuffle": False, "log_every": 1}}
+defaults = {{"batch_size": BATCH, "shuffle": False, "log_every": 1, "device": "cpu"}}
 here = pathlib.Path(__file__).parent
 counts = {{"forward": 0, "backward": 0, "update": 0}}
 
