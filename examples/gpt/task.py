@@ -3,8 +3,8 @@
     rung train examples/gpt/task.py --strategy fsdp --nproc 2 --set model.layers=4
     rung train examples/gpt/task.py --set model.size=124m
 
-`size` picks the shape (0.8m, 3m, 10m, 25m, 124m, 350m, 1.3b: parameters without the embedding, roughly); `layers`,
-`width`, `heads` override parts of it.
+`size` picks the shape: 0.8m, 3m, 10m, 25m, 124m, 350m or 1.3b (the last three are named as is usual, with the embedding
+of a large vocabulary counted in, which this one has not). `layers`, `width`, `heads` override parts of it.
 """
 
 import os
@@ -93,6 +93,11 @@ class GPT(nn.Module):
         self.head.weight = self.token.weight
 
     def forward(self, tokens):
+        if tokens.shape[1] > self.position.num_embeddings:
+            raise ValueError(
+                f"pieces of {tokens.shape[1]} characters do not fit a context of {self.position.num_embeddings}; "
+                "set model.context, train_data.context and eval_data.context alike"
+            )
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
         for block in self.blocks:
@@ -101,6 +106,8 @@ class GPT(nn.Module):
 
 
 def model(size="0.8m", layers=0, width=0, heads=0, context=64, vocabulary=VOCABULARY, dropout=0.0):
+    if size not in SIZES:
+        raise ValueError(f"model.size cannot be {size!r}; it is one of {', '.join(SIZES)}")
     shape = [chosen or default for chosen, default in zip((layers, width, heads), SIZES[size])]
     return GPT(*shape, context, vocabulary, dropout)
 

@@ -27,4 +27,7 @@ def save_weights(named_weights: Iterable[tuple[str, Tensor]], path: Path, *, is_
 
         partial = path.with_suffix(".partial")
         save_file(collected, str(partial), metadata={"format": "pt"})
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(partial, 0o666 & ~mask)  # safetensors writes for the owner alone
         os.replace(partial, path)

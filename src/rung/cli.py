@@ -50,8 +50,17 @@ class _Parser(argparse.ArgumentParser):
             message = f"{invalid.group(1)!r} is not one of {', '.join(choices)}." + (
                 f" Did you mean {match[0]!r}?" if match else ""
             )
-        sys.stderr.write(f"rung: {message}\n{self.prog} --help tells more.\n")
+        sys.stderr.write(f"rung: {message}\n{self._asked()} --help tells more.\n")
         raise SystemExit(2)
+
+    def _asked(self) -> str:
+        """The command whose help is wanted: leftovers of a command are complained of by the parser above it."""
+        words = [word for word in sys.argv[1:2] if word in self._commands()]
+        return " ".join([self.prog, *words])
+
+    def _commands(self) -> list[str]:
+        found = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        return [name for action in found for name in action.choices]
 
     def _all_actions(self) -> list[argparse.Action]:
         found = list(self._actions)

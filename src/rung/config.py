@@ -104,14 +104,14 @@ def resolve(
     origins = dict.fromkeys(SETTINGS, "default")
     known_arguments = task.arguments()
 
-    def take(key: str, value: Any, origin: str) -> None:
+    def take(key: str, value: Any, origin: str, given_by: str = "") -> None:
         if key in SETTINGS:
             values[key] = check(key, value)
         elif "." in key and key.partition(".")[0] in ROLES:
             task.bind({key: value})  # refuses what the task does not know
             arguments[key] = coerce(key, value, known_arguments[key])
         else:
-            raise ConfigError(_unknown(key, known_arguments, origin))
+            raise ConfigError(_unknown(key, known_arguments, given_by or f"the {origin}"))
         origins[key] = origin
 
     for key, value in task.defaults.items():
@@ -125,7 +125,7 @@ def resolve(
     for key, text in (assignments or {}).items():
         if key in given:
             raise ConfigError(f"{key} is given twice: as --{key.replace('_', '-')} and with --set.")
-        take(key, text, "flag")
+        take(key, text, "flag", given_by="--set")
     config = RunConfig(**values)
     if config.steps is None and config.epochs is None:
         config = replace(config, epochs=1)
@@ -209,6 +209,8 @@ def write_toml(resolved: Resolved, path: str | Path, heading: str) -> None:
     lines = [f"# {heading}"]
     for name in SETTINGS:
         value = getattr(config, name)
+        if name == "out":
+            continue  # it is where this file lies; a run that reads the file gets a directory of its own
         if value is None:
             lines.append(f"# {name} is not set")
         else:
@@ -231,9 +233,9 @@ def _toml(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _unknown(key: str, arguments: Mapping[str, Any], origin: str) -> str:
+def _unknown(key: str, arguments: Mapping[str, Any], given_by: str) -> str:
     head, dot, _ = key.partition(".")
     near = nearest(key, [*SETTINGS, *arguments])
     if dot and head not in ROLES:
         near = nearest(head, ROLES) or near
-    return f"there is no setting {key!r} (from the {origin}).{near}"
+    return f"there is no setting {key!r} (from {given_by}).{near}"

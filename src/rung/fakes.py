@@ -1,7 +1,7 @@
 """The few shims torch needs to run a training step in a pretend world: fake process group, fake tensors.
 
-Private parts of torch are touched here and in `world.py`, nowhere else. Each shim says what torch would do and why that
-needs real data.
+Private parts of torch that training leans on are touched here and nowhere else (the launcher has its own, in
+`launch/agent.py`). Each shim says what torch would do and why that needs real data.
 """
 
 import contextlib

@@ -64,7 +64,8 @@ class Session:
                 timeout_seconds=self.config.timeout_seconds,
             )
         )
-        self.runtime = build_runtime(self.task, self.world, self.config, total_steps=total_steps)
+        steps = total_steps if total_steps is not None else self.config.steps
+        self.runtime = build_runtime(self.task, self.world, self.config, total_steps=steps)
         torch.manual_seed(mix(self.config.seed, self.world.rank, 1))
         self.num_steps = 0
 

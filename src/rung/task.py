@@ -144,7 +144,7 @@ def load_task(path: str | Path) -> Task:
     for key in ROLES:
         if key in chosen and not callable(chosen[key]):
             raise TaskError(f"{file}: {key} must be a function, called as {ROLES[key].call(key)}.")
-    name = file.parent.name if file.stem == "task" and file.parent.name else file.stem
+    name = file.resolve().parent.name if file.stem == "task" else file.stem
     return Task(**chosen, name=name)
 
 

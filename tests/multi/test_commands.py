@@ -72,10 +72,8 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_a_run_leaves_everything_behind(task: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("clip = 1.0\n[optimizer]\nlr = 0.02\n")
-    done = rung(
-        "train", "mine/task.py", "--strategy", "fsdp", "--nproc", "2", "--config", "run.toml", "--set", "model.width=24",
-        cwd=tmp_path,
-    )  # fmt: skip
+    flags = ["--strategy", "fsdp", "--nproc", "2", "--config", "run.toml", "--set", "model.width=24"]
+    done = rung("train", "mine/task.py", *flags, cwd=tmp_path)
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("mine-fsdp-")
     assert str(folder.relative_to(tmp_path)) in done.stdout

@@ -54,7 +54,7 @@ def test_one_epoch_is_the_default_length() -> None:
 @pytest.mark.parametrize(
     ("assignments", "words"),
     [
-        ({"batch_sise": "3"}, "no setting 'batch_sise' (from the flag). Did you mean 'batch_size'"),
+        ({"batch_sise": "3"}, "no setting 'batch_sise' (from --set). Did you mean 'batch_size'"),
         ({"modle.depth": "3"}, "Did you mean 'model'"),
         ({"model.dept": "3"}, "Did you mean 'depth'"),
         ({"precision": "bf61"}, "Did you mean 'bf16'"),

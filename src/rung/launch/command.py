@@ -78,7 +78,7 @@ def train(
 
     warning = half_precision_warning(plan.config)
     if warning:
-        console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False)
+        console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False, soft_wrap=True)
     folder = new_run_dir(plan.task.name, plan.layout.name, plan.config.out)
     if (folder / "metrics.jsonl").exists() and plan.config.out is not None:
         raise ConfigError(f"--out {folder} holds a run already. Choose another directory, or remove it.")

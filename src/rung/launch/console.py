@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from rung.status import StatusBoard
 
 WARNING_MARK = "WARNING: "
 FAILURE_MARK = "FAILURE: "  # what follows in a rank's log is the traceback of its failure
+_WARNING_CHARACTERS = 400
 _POLL_SECONDS = 0.05
 _PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
 _CPP_LOG = re.compile(r"^\[[IW]\d{4} |^\[rank\d+\]:\[[IW]\d{4} ")  # torch's own C++ log lines stay in the file
@@ -125,7 +127,9 @@ class JobConsole:
         if self._quiet or rank in self._failed or not line.strip():
             return
         if line.startswith(WARNING_MARK):
-            text = line.removeprefix(WARNING_MARK)
+            text = textwrap.shorten(
+                line.removeprefix(WARNING_MARK), _WARNING_CHARACTERS, placeholder=" ... (see the log)"
+            )
             if text not in self._told:
                 self._told.add(text)
                 self._console.print(

@@ -49,7 +49,9 @@ def apply_sharding(
                 offload_policy=offload,
             )
     allow_unused: Any = getattr(model, "set_reduce_scatter_unused_params", None)  # torch 2.13
-    if config.unused_parameters == "allow" and allow_unused is not None:
+    if config.unused_parameters == "allow" and allow_unused is None:
+        notes.append("unused_parameters=allow: this torch needs every rank to use the same parameters; 2.13 does not")
+    elif config.unused_parameters == "allow":
         allow_unused(True)
         if units:
             notes.append(

@@ -1,7 +1,7 @@
 """`build_runtime`: from a task, a world and settings to something that takes steps.
 
-One of the two places (the other is `parallelize`) where the strategy is looked at. The planner calls it in a pretend
-world, training in a real one.
+One of the two places (the other is `parallelize`) where the strategy is looked at. Training calls it in a real world, a
+dry run in a pretend one.
 """
 
 from __future__ import annotations
