@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,30 @@ def odd_shapes_task() -> Task:
             return self.head((self.body(x.flatten(1) + self.row) * self.scale).tanh())
 
     return image_task(model=Model)
+
+
+def numpy_init_task() -> Task:
+    """A constructor that needs real numbers and draws them from numpy and Python: every rank builds it for itself."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(36, 5)
+            with torch.no_grad():
+                self.layer.weight.copy_(torch.from_numpy(np.random.randn(5, 36)) * random.random())
+            self.width = int(self.layer.weight.abs().sum().item())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.flatten(1))
+
+    return image_task(model=Model)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_weights_drawn_from_numpy_are_the_same_on_all_ranks(strategy: str) -> None:
+    found = on_ranks(with_rung, 2, numpy_init_task, strategy, config())
+    alone = with_rung(numpy_init_task, "single", config())
+    assert largest_difference(alone, found[0]) < 1e-9
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])

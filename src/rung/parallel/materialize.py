@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from rung.batches import seed_generators
 from rung.errors import ModelError
 from rung.task import Task
 from rung.world import World
@@ -46,6 +47,7 @@ class Weights:
             self._source = {**dict(source.named_parameters()), **dict(source.named_buffers())}
 
     def _build(self, task: Task, seed: int, device: str) -> nn.Module | None:
+        seed_generators(seed)  # Python's and numpy's, too: a constructor may draw from them
         torch.manual_seed(seed)
         if device == "meta":
             try:

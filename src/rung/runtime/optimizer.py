@@ -36,7 +36,8 @@ def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> 
         return None
     if total_steps is None:
         raise TaskError(
-            f"{task.name}: schedule() needs the number of steps, which the data set does not tell. Give --steps."
+            f"{task.name}: schedule() needs the number of steps, which is not known here. "
+            "Give --steps, or total_steps to open_session."
         )
     schedule = task.schedule(optimizer, total_steps)
     if isinstance(schedule, ReduceLROnPlateau):
