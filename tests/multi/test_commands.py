@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rung.cli import main
 from tests.tasks import EXAMPLES
@@ -105,7 +106,9 @@ def test_a_run_leaves_everything_behind(task: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in events(folder, "eval")] == [11, 22]
     assert len(events(folder, "end")[0]["state_bytes"]) == 2
     assert sorted(p.name for p in (folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
-    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    board = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [round(event.value, 4) for event in board.Scalars("train/loss")] == [round(row["loss"], 4) for row in steps]
+    assert [event.step for event in board.Scalars("eval/accuracy")] == [11, 22]
 
     # The weights load into the bare module, in a process that cannot import Rung.
     script = (
