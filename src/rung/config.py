@@ -161,6 +161,8 @@ def check(key: str, value: Any) -> Any:
         raise ConfigError(f"clip must be above 0, not {value}.")
     if key in ("workers", "seed") and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
+    if key == "seed" and value >= 2**63:
+        raise ConfigError(f"seed must be below 2**63, not {value}.")
     if key == "shard_by":
         shard_size(value)
     if key == "eval_every" and value not in ("epoch", "never") and not (value.isdigit() and int(value) > 0):
@@ -189,7 +191,7 @@ def shard_size(text: str) -> int | None:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """A settings file, flattened: settings at the top, one table for each function of the task."""
     try:
-        content = tomllib.loads(Path(path).read_text())
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no settings file {str(path)!r}.") from None
     except tomllib.TOMLDecodeError as error:
@@ -219,8 +221,12 @@ def write_toml(resolved: Resolved, path: str | Path, heading: str) -> None:
         own = {k: v for k, v in resolved.arguments.items() if k.startswith(f"{function}.")}
         if own:
             lines.append(f"\n[{function}]")
-            lines += [f"{k.partition('.')[2]} = {_toml(v)}  # {origins[k]}" for k, v in own.items()]
-    Path(path).write_text("\n".join(lines) + "\n")
+            for key, value in own.items():
+                argument = key.partition(".")[2]
+                lines.append(
+                    f"# {argument} is None" if value is None else f"{argument} = {_toml(value)}  # {origins[key]}"
+                )
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _toml(value: Any) -> str:
@@ -230,7 +236,7 @@ def _toml(value: Any) -> str:
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + "}"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _unknown(key: str, arguments: Mapping[str, Any], given_by: str) -> str:

@@ -208,6 +208,11 @@ def coerce(key: str, value: Any, default: Any) -> Any:
         raise ConfigError(f"{key} is a number, not {value!r}.")
     if isinstance(default, str):
         return str(value)
+    if isinstance(default, list | tuple):
+        items = _literal(value if value.strip().startswith("[") else f"[{value}]") if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{key} is a list, such as [1, 2], not {value!r}.")
+        return type(default)(items)
     return _literal(value) if isinstance(value, str) else value
 
 

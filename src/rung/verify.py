@@ -16,16 +16,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from rung.config import RunConfig
+from rung.config import RunConfig, resolve
 from rung.errors import ConfigError, RungError
 from rung.launch.command import prepare
 from rung.launch.local import launch, warm_up
 from rung.strategy import PRESETS, natural_num_ranks, parse
+from rung.task import load_task
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 OPTIMIZERS = ("sgd", "task")
@@ -49,6 +51,9 @@ class Row:
         values = (self.parameters, self.buffers, self.losses, self.grad_norms)
         return math.inf if any(math.isnan(value) for value in values) else max(values)
 
+    def _is_same(self, tolerance: float) -> bool:
+        return self.largest() <= tolerance and self.first_differing is None
+
     def reason(self) -> str:
         if self.error is not None:
             return self.error
@@ -57,7 +62,7 @@ class Row:
         return "losses or gradient norms differ"
 
     def passes(self, tolerance: float) -> bool:
-        return self.error is None and self.largest() <= tolerance
+        return self.error is None and self._is_same(tolerance)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,10 @@ def verify_command(
     warm_up()
     console = Console(file=sys.stderr if as_json else sys.stdout)
     names = choose_strategies(strategies, num_ranks)
-    plan = prepare(path, flags={**flags, "nproc": 1, "strategy": "single"}, assignments=assignments)
+    asked = resolve(load_task(path), flags=flags, assignments=assignments).config
+    alone = {**assignments}
+    alone.pop("offload", None)
+    plan = prepare(path, flags={**flags, "nproc": 1, "strategy": "single", "offload": "none"}, assignments=alone)
     config = replace(
         plan.config,
         precision=precision,
@@ -102,7 +110,7 @@ def verify_command(
         highlight=False,
     )
     with tempfile.TemporaryDirectory(prefix="rung-verify-") as scratch:
-        jobs = _Jobs(path, plan.resolved.arguments, config, Path(scratch), console)
+        jobs = _Jobs(path, plan.resolved.arguments, config, asked.offload, Path(scratch), console)
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
             shown = progress.add_task("starting")
             rows: list[Row] = []
@@ -173,8 +181,15 @@ class _Jobs:
     """Runs of one task, and the single-process runs that they are held against."""
 
     def __init__(
-        self, path: str, arguments: Mapping[str, Any], config: RunConfig, scratch: Path, console: Console
+        self,
+        path: str,
+        arguments: Mapping[str, Any],
+        config: RunConfig,
+        offload: str,
+        scratch: Path,
+        console: Console,
     ) -> None:
+        self._offload = offload
         self._path, self._arguments, self._config = path, arguments, config
         self._scratch, self._console = scratch, console
         self._references: dict[tuple[str, int | None], Trace] = {}
@@ -184,7 +199,9 @@ class _Jobs:
             reference = self._reference(optimizer, num_ranks)
             found = compare(self._run(strategy, num_ranks, optimizer, self._config.micro_batch), reference)
         except RungError as error:
-            return Row(strategy, optimizer, num_ranks, error=str(error))
+            # Its logs lie in a directory that goes with this command.
+            told = "\n".join(line for line in str(error).splitlines() if not line.startswith("logs: "))
+            return Row(strategy, optimizer, num_ranks, error=told)
         differing = [tensor for tensor, difference in found.pop("differing") if not difference <= tolerance]
         return Row(strategy, optimizer, num_ranks, **found, first_differing=differing[0] if differing else None)
 
@@ -204,7 +221,8 @@ class _Jobs:
         from rung.train import Job
 
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        config = replace(self._config, strategy=strategy, nproc=num_ranks, micro_batch=micro_batch)
+        offload = self._offload if parse(strategy, num_ranks).shards_parameters else "none"
+        config = replace(self._config, strategy=strategy, nproc=num_ranks, micro_batch=micro_batch, offload=offload)
         task = str(Path(self._path).resolve())
         job = Job(task, strategy, config, self._arguments, str(folder), plain_sgd=optimizer == "sgd")
         launch(job, num_ranks, console=self._console, quiet=True)
@@ -218,16 +236,20 @@ class _Jobs:
 
 
 def _difference(value: Any, other: Any) -> float:
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return math.inf
     if value.numel() == 0:
         return 0.0
-    return float((value.double() - other.double()).abs().max())
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    gap = float((value.to(wide) - other.to(wide)).abs().max())
+    return math.inf if math.isnan(gap) else gap
 
 
 def _largest_gap(values: list[float], others: list[float]) -> float:
     if len(values) != len(others):
         return math.inf
     gaps = [abs(a - b) for a, b in zip(values, others, strict=True)]
-    return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps, default=0.0)
+    return math.inf if any(math.isnan(gap) for gap in gaps) else max(gaps, default=0.0)
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

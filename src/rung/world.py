@@ -92,7 +92,9 @@ class World:
         """A tensor of the batch on this rank's device. `dtype` applies to floating types alone."""
         if self._fake_mode is not None:
             tensor = self._fake_mode.from_tensor(tensor)
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        wanted = tensor.dtype
+        if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            wanted = dtype.to_complex() if tensor.is_complex() else dtype
         return tensor.to(device=self.device, dtype=wanted, non_blocking=True)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[float]:
@@ -234,6 +236,12 @@ def choose_backend(backend: str, device: torch.device) -> str:
         return "gloo"
     # gloo beside NCCL carries what lives on the host: logged values and offloaded gradients.
     return "cpu:gloo,cuda:nccl"
+
+
+def broadcast_from_main(tensor: torch.Tensor) -> None:
+    """Rank 0's values to all, in place. As bytes: gloo does not know every type."""
+    assert tensor.is_contiguous()
+    dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)
 
 
 def gather_flat(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -401,6 +401,109 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip_and_lower_the_scale(strate
     assert outcomes[0] == outcomes[1] == (65536.0 / 4, True)
 
 
+def test_clipping_under_fp16_sees_the_unscaled_gradient_whole() -> None:
+    exact = by_hand(TASKS["text"](), config(clip=0.1))
+    for strategy in ("ddp", "zero1", "zero3"):
+        found = on_ranks(with_rung, 2, TASKS["text"], strategy, config(precision="fp16", clip=0.1))
+        assert np.allclose(found[0].norms, exact.norms, rtol=0.05), strategy
+        assert found[0].norms == found[1].norms
+
+
+# -- what a review found -----------------------------------------------------------------------------------------------
+
+
+def masked_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    counted = (target > 2).to(output.dtype)
+    return (F.cross_entropy(output, target, reduction="none") * counted).sum() / counted.sum()
+
+
+def masked_task() -> Task:
+    """A mean written by hand: 0/0 for a piece in which nothing counts, and so is its gradient."""
+    return image_task(loss=masked_mean, loss_weight=lambda target: (target > 2).sum())
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero3"])
+def test_a_piece_without_a_counted_unit_leaves_no_nan(strategy: str) -> None:
+    chosen = config(batch_size=8, steps=6, micro_batch=1)
+    size = 1 if strategy == "single" else 2
+    expected = by_hand(masked_task(), chosen, size)
+    found = on_ranks(with_rung, size, masked_task, strategy, chosen)
+    assert np.allclose(found[0].losses, expected.losses, atol=1e-9)
+    assert all(np.isfinite(value).all() for value in found[0].state.values())
+
+
+class OnlyEarly(nn.Module):
+    """The second layer is used by samples at an even position, so not by the last micro-batch of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(36, 5), nn.Linear(36, 5)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.a(x.flatten(1)) + (self.b(x.flatten(1)) if self.calls % 3 else 0)
+
+
+def only_early_task() -> Task:
+    return image_task(model=OnlyEarly)
+
+
+def test_a_parameter_missing_from_the_last_micro_batch_is_named() -> None:
+    with pytest.raises(RankFailed) as error:
+        on_ranks(with_rung, 2, only_early_task, "ddp", config(batch_size=6, micro_batch=1, steps=1))
+    assert "b.weight" in error.value.error
+    assert "not in the last" in error.value.error
+
+
+def transformer_task() -> Task:
+    """Dropout inside attention and in a recurrent kernel, a complex buffer, a state made in forward."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.5, batch_first=True)
+            self.memory = nn.GRU(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+            self.register_buffer("turn", torch.polar(torch.ones(6), torch.arange(6.0)))
+            self.register_buffer("small", torch.tensor([1, 2], dtype=torch.int16))
+            self.head = nn.Linear(6, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.encoder(x.squeeze(1)) * self.turn.imag
+            return self.head(self.memory(x, torch.zeros(2, x.shape[0], 6))[0].mean(1))
+
+    return image_task(model=Model, schedule=None)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_dropout_is_off_inside_kernels_and_fp64_is_complete(strategy: str) -> None:
+    chosen = config(dropout=False)
+    alone = with_rung(transformer_task, "single", chosen)
+    found = on_ranks(with_rung, 2, transformer_task, strategy, chosen)
+    assert largest_difference(alone, found[0]) < 1e-9
+    assert alone.state["turn"].dtype == np.complex128
+    assert np.abs(alone.state["turn"].imag).max() > 0.5
+
+
+def untracked_task() -> Task:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(1, track_running_stats=False)
+            self.head = nn.Linear(36, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(x).flatten(1))
+
+    return image_task(model=Model)
+
+
+def test_batch_norm_without_running_statistics_evaluates_like_one_process() -> None:
+    chosen = config(batch_size=10)
+    alone = with_rung(untracked_task, "single", chosen)
+    assert largest_difference(alone, on_ranks(with_rung, 2, untracked_task, "ddp", chosen)[0]) < 1e-9
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -432,6 +535,42 @@ def no_module_task() -> Task:
     return image_task(model=lambda: 3)
 
 
+def kept_list_task() -> Task:
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Flatten(), nn.Linear(36, 5))
+            self.groups = [{"params": list(self[1].parameters())}]
+
+    return image_task(model=Model, optimizer=lambda model: torch.optim.SGD(model.groups, lr=0.1), schedule=None)
+
+
+def shared_storage_task() -> Task:
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Flatten(), nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, 5))
+            self[2].weight = nn.Parameter(self[1].weight.data)
+
+    return image_task(model=Model)
+
+
+def loss_metric_task() -> Task:
+    return image_task(metrics=lambda output, target: {"loss": target.float()})
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(36, 5)
+        self.shift = nn.Parameter(torch.zeros(5))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.flatten(1)) + self.shift
+
+
+def method_task() -> Task:
+    return image_task(model=Encoder, forward=lambda model, batch: model.encode(batch[0]))
+
+
 class OwnBatchNorm(nn.BatchNorm2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * 2
@@ -444,6 +583,8 @@ def own_batch_norm_task() -> Task:
 @pytest.mark.parametrize(
     ("make_task", "size", "words"),
     [
+        (shared_storage_task, 1, "two parameters over one storage"),
+        (loss_metric_task, 1, "may not return 'loss'"),
         (bad_metrics_task, 1, "one number per sample"),
         (vector_loss_task, 1, "must return one number"),
         (lbfgs_task, 1, "LBFGS"),
@@ -457,4 +598,18 @@ def own_batch_norm_task() -> Task:
 def test_what_cannot_be_right_is_refused_with_a_reason(make_task: Any, size: int, words: str) -> None:
     with pytest.raises(RankFailed) as error:
         on_ranks(with_rung, size, make_task, "single" if size == 1 else "ddp", config(steps=1))
+    assert words in error.value.error
+
+
+@pytest.mark.parametrize(
+    ("make_task", "words"),
+    [
+        (kept_list_task, "not parameters of the model"),
+        (odd_shapes_task, "without dimensions cannot be sharded"),
+        (method_task, "call the model itself"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_with_a_reason(make_task: Any, words: str) -> None:
+    with pytest.raises(RankFailed) as error:
+        on_ranks(with_rung, 2, make_task, "zero3", config(steps=1))
     assert words in error.value.error

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,15 @@ def test_every_flag_of_the_issue_is_a_setting_of_file_and_task() -> None:
     )
     assert set(FLAGS) == set(asked.split())
     assert set(FLAGS) <= set(SETTINGS)
+
+
+def test_arguments_of_any_kind_are_written_and_read(tmp_path: Path) -> None:
+    own = replace(task(), model=lambda width=None, sizes=(1, 2), name="x": 0)
+    first = resolve(own, assignments={"model.sizes": "3,4", "model.name": "\N{GRINNING FACE}"})
+    assert first.arguments["model.sizes"] == (3, 4)
+    write_toml(first, tmp_path / "config.toml", "heading")
+    assert resolve(own, file=tmp_path / "config.toml").arguments == first.arguments
+    with pytest.raises(ConfigError, match="is a list"):
+        resolve(own, assignments={"model.sizes": "{"})
+    with pytest.raises(ConfigError, match="below 2"):
+        resolve(own, flags={"seed": 2**64})

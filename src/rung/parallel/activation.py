@@ -19,6 +19,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from rung.errors import ModelError
+
 _COSTLY_NAMES = (
     "mm",
     "addmm",
@@ -43,6 +45,11 @@ def _keep_costly(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpo
 def apply_activation_checkpointing(blocks: list[nn.Module], mode: str) -> None:
     """Wrap the blocks' forward in place: the modules keep their type and their parameters' names."""
     for block in blocks:
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            raise ModelError(
+                f"a block is a {type(block).__name__}, which is never called and cannot be checkpointed. "
+                'Say where the blocks are, as in blocks = "layers.*".'
+            )
         block.forward = _checkpointed(block, mode)
 
 

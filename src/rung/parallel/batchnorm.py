@@ -91,12 +91,17 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        if not self.training:
+        if not self.training and self.running_mean is not None:
             return super().forward(input)
         output, mean, variance, total = _SyncStatistics.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.counted, self.group
         )
-        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+        if (
+            self.training
+            and self.track_running_stats
+            and self.running_mean is not None
+            and self.running_var is not None
+        ):
             with torch.no_grad():
                 if self.num_batches_tracked is not None:
                     self.num_batches_tracked.add_(1)

@@ -1,4 +1,4 @@
-"""The true global gradient norm, clipping by it, and finding parameters without a gradient."""
+"""The true global gradient norm, and clipping by it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,3 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> N
             groups.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(parameter)
     for group in groups.values():
         clip_grads_with_norm_(group, max_norm, norm)
-
-
-def without_gradient(model: nn.Module) -> list[str]:
-    return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]

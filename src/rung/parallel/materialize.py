@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -18,7 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from rung.batches import seed_generators
 from rung.errors import ModelError
 from rung.task import Task
-from rung.world import World
+from rung.world import World, broadcast_from_main
 
 
 class Weights:
@@ -62,9 +61,17 @@ class Weights:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ModelError(f"{task.name}: {name} is lazy and has no shape yet. Use modules with stated sizes.")
+        if device == "cpu":
+            _refuse_shared_storage(model, task.name)
         if self._dtype is not None:
-            model = model.to(self._dtype)
+            model._apply(self._converted)  # type: ignore[no-untyped-call]
         return model
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        assert self._dtype is not None
+        if tensor.is_complex():
+            return tensor.to(self._dtype.to_complex())
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def fill(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Give storage and values to every tensor of `module` that has none yet."""
@@ -73,12 +80,15 @@ class Weights:
         with self._world.tensors(), torch.no_grad():
             for owner in module.modules():
                 for registry in (owner._parameters, owner._buffers):
-                    for key, tensor in registry.items():
+                    for key, tensor in list(registry.items()):
                         if tensor is None or isinstance(tensor, DTensor) or tensor.device == device:
                             continue  # nothing there, sharded already, or in its place
                         if id(tensor) not in done:
                             done[id(tensor)] = self._in_place(tensor, device)
-                        registry[key] = done[id(tensor)]  # type: ignore[assignment]
+                        if isinstance(tensor, nn.Parameter):
+                            setattr(owner, key, done[id(tensor)])  # by name: recurrent layers keep a list beside it
+                        else:
+                            owner._buffers[key] = done[id(tensor)]
 
     def _in_place(self, tensor: Tensor, device: torch.device) -> Tensor:
         """The tensor with storage on `device`, and its seeded values."""
@@ -96,12 +106,27 @@ class Weights:
             value = torch.empty_like(skeleton, device=world.device)
         if world.size > 1 and value.numel() > 0:
             value = value.contiguous()
-            dist.broadcast(value, src=0)
+            broadcast_from_main(value)
         return value
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _refuse_shared_storage(model: nn.Module, where: str) -> None:
+    """Two parameters over one storage are tied on one device only; a copy of the model would untie them."""
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0 or parameter.device.type == "meta" or type(parameter.data) is not Tensor:
+            continue
+        address = parameter.untyped_storage().data_ptr()
+        if address in seen:
+            raise ModelError(
+                f"{where}: {seen[address]} and {name} are two parameters over one storage. "
+                "Tie them by assigning the parameter itself."
+            )
+        seen[address] = name
 
 
 def _on_meta(tensor: Tensor) -> bool:
@@ -123,8 +148,8 @@ def _all_meta(model: nn.Module) -> bool:
 def _holds_tensor(value: Any, depth: int = 0) -> bool:
     if isinstance(value, Tensor):
         return True
-    if depth < 2 and isinstance(value, list | tuple):
+    if depth < 8 and isinstance(value, list | tuple | set):
         return any(_holds_tensor(item, depth + 1) for item in value)
-    if depth < 2 and isinstance(value, dict):
+    if depth < 8 and isinstance(value, dict):
         return any(_holds_tensor(item, depth + 1) for item in value.values())
     return False

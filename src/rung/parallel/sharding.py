@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rung.config import RunConfig, shard_size
+from rung.errors import ModelError
 from rung.parallel.blocks import find_blocks, num_parameters
 from rung.world import World
 
@@ -22,6 +23,12 @@ def apply_sharding(
     A unit is what is gathered at a time. Units are chosen by `shard_by`: the model's blocks, any part that reaches a
     size, or the whole model.
     """
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ModelError(
+            f"{', '.join(scalars[:4])}: a parameter without dimensions cannot be sharded. "
+            "Give it the shape (1,), or use ddp or zero1."
+        )
     units = choose_units(model, config.shard_by, blocks)
     units, notes = _without_shared(model, units)
     mesh = world.axis("dp_replicate", "dp_shard") if world.layout.dp_replicate > 1 else world.axis("dp_shard")

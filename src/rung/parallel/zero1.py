@@ -52,6 +52,9 @@ class ShardedUpdate:
             for module, key, parameter in self._owners:
                 module._parameters[key] = parameter
 
+    def slices(self) -> list[nn.Parameter]:
+        return list(self._slices.values())
+
     def take_gradients(self) -> None:
         for parameter in self._whole:
             own = self._slices[id(parameter)]

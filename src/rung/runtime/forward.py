@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ class LossModule(nn.Module):
         self.model = model
         self._task = task
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any, counted: Tensor | None = None) -> Tensor:
+        """`counted` is a flag on the device: whether this batch has any weight. Without, its gradient is nothing."""
         output, target = call_model(self._task, self.model, batch)
+        if counted is not None:
+            map_tensors(output, lambda t: _only_if(counted, t))
         loss: Tensor = self._task.loss(output, target)
         return loss
 
@@ -39,6 +43,23 @@ def call_model(task: Task, model: nn.Module, batch: Any) -> tuple[Any, Any]:
             f"{_describe(batch)}. Define forward(model, batch) to use it as it is."
         )
     return (model(**inputs) if isinstance(inputs, Mapping) else model(inputs)), target
+
+
+def _only_if(counted: Tensor, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(  # type: ignore[no-untyped-call]
+            lambda grad: torch.where(counted, grad, torch.zeros_like(grad))
+        )
+
+
+@contextlib.contextmanager
+def default_type(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class NoDropout(TorchFunctionMode):

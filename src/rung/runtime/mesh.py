@@ -25,10 +25,10 @@ from rung.parallel.gradients import clip, global_norm
 from rung.parallel.sharding import free_gathered, name_gathered, set_gradient_sync
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep
-from rung.runtime.forward import LossModule, NoDropout, call_model, map_tensors
+from rung.runtime.forward import LossModule, NoDropout, call_model, default_type, map_tensors
 from rung.status import StatusWriter
 from rung.task import Task, split_batch
-from rung.world import World
+from rung.world import World, broadcast_from_main
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -100,7 +100,7 @@ class MeshRuntime:
     # -- training -----------------------------------------------------------------------------------------------
 
     def step(self, window: Window, *, want_norm: bool = False) -> LocalStep:
-        with self.world.tensors(), self._without_dropout():
+        with self.world.tensors(), self._without_dropout(), self._default_type():
             if not self.model.training:
                 self.model.train()
             self._status.phase("forward")
@@ -111,10 +111,12 @@ class MeshRuntime:
             last = len(window.micro_batches) - 1
             for number, (micro, share) in enumerate(zip(window.micro_batches, shares, strict=True)):
                 with self._micro_batch(micro, is_last=number == last):
-                    loss = self._forward(micro)
+                    before = self._gradient_versions() if number == last > 0 else None
+                    loss = self._forward(micro, share)
                     used |= self._reachable(loss)
                     part = _weighted(loss, share)
                     self._backward(part, averaging)
+                    self._check_last_micro_batch(before)
                 loss_share = part.detach() if loss_share is None else loss_share + part.detach()
             assert loss_share is not None, "a window holds at least one micro-batch"
             self._check_gradients(used)
@@ -146,10 +148,20 @@ class MeshRuntime:
         assert self.task.loss_weight is not None
         return 0 if micro.num_samples == 0 else self.task.loss_weight(split_batch(micro.data)[1])
 
-    def _forward(self, micro: MicroBatch) -> Tensor:
+    def _forward(self, micro: MicroBatch, share: float | Tensor) -> Tensor:
         self._status.phase("forward")
-        with self._autocast():
-            loss: Tensor = self._loss_module(micro.data)
+        # A piece without a counted unit may have a mean of 0/0, whose gradient must not reach the model.
+        counted = share > 0 if isinstance(share, Tensor) else None
+        try:
+            with self._autocast():
+                loss: Tensor = self._loss_module(micro.data, counted)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error) and self.world.layout.shards_parameters:
+                raise ModelError(
+                    "a parameter was used outside of the model's own forward, where sharded parameters are not "
+                    "gathered. Let forward(model, batch) call the model itself, not one of its methods or parts."
+                ) from error
+            raise
         if self._first_step:
             if not isinstance(loss, Tensor) or loss.dim() != 0:
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -174,6 +186,8 @@ class MeshRuntime:
             if update is not None:
                 update.take_gradients()  # the scaler looks at the optimizer's parameters
             self._scaler.unscale_(self.optimizer)
+        if update is not None and self._scaler is not None:
+            parameters = update.slices()  # only these were unscaled
         norm = None
         if self.config.clip is not None or want_norm:
             norm = global_norm(parameters)
@@ -190,7 +204,7 @@ class MeshRuntime:
         if update is not None:
             update.share_parameters()
             update.drop_gradients()
-        for parameter in parameters:
+        for _, parameter in self._trainable:
             parameter.grad = None
         if self.schedule is not None:
             self.schedule.step()
@@ -253,6 +267,26 @@ class MeshRuntime:
                 f"{listed}. Freeze them (requires_grad=False), or allow it with --set unused_parameters=allow."
             )
 
+    def _gradient_versions(self) -> list[int | None] | None:
+        """What tells whether the last micro-batch adds to a gradient; of use where DDP reduces in that one alone."""
+        if self._ddp is None or self.config.unused_parameters == "allow":
+            return None
+        return [None if p.grad is None else p.grad._version for _, p in self._trainable]
+
+    def _check_last_micro_batch(self, before: list[int | None] | None) -> None:
+        if before is None:
+            return
+        untouched = [
+            name
+            for (name, p), version in zip(self._trainable, before, strict=True)
+            if version is not None and p.grad is not None and p.grad._version == version
+        ]
+        if untouched:
+            raise ModelError(
+                f"{', '.join(untouched[:8])} got a gradient in some micro-batches of this step but not in the last, in "
+                "which ranks reduce. Allow it with --set unused_parameters=allow."
+            )
+
     def _note_changed_buffers(self, versions: list[int]) -> None:
         if self.world.layout.num_data_ranks == 1:
             return
@@ -273,7 +307,9 @@ class MeshRuntime:
         sums: dict[str, list[Tensor]] = {}
         for window in self.place(windows):
             for micro in window.micro_batches:
-                with self.world.tensors(), self._autocast():
+                for norm in self._sync_norms:
+                    norm.counted = micro.num_samples > 0
+                with self.world.tensors(), self._autocast(), self._default_type():
                     output, target = call_model(self.task, self.model, micro.data)
                     measured = self._measure(output, target, micro)
                     for name, (total, count) in measured.items():
@@ -301,6 +337,10 @@ class MeshRuntime:
             return measured
         num_rows = max(micro.num_samples, 1)
         for name, value in self.task.metrics(output, target).items():
+            if name == "loss":
+                raise TaskError(
+                    f"{self.task.name}: metrics() may not return 'loss', which is measured anyway. Rename it."
+                )
             if isinstance(value, tuple) and len(value) == 2:
                 total, units = (
                     torch.as_tensor(v, device=self.world.device).to(torch.float64).reshape(()) for v in value
@@ -347,13 +387,17 @@ class MeshRuntime:
         with self.world.tensors():
             for _, buffer in self._own_buffers:
                 if buffer.numel() > 0:
-                    dist.broadcast(buffer, src=0)
+                    broadcast_from_main(buffer)
 
     # -- precision -----------------------------------------------------------------------------------------------
 
     def _autocast(self) -> AbstractContextManager[Any]:
         half = HALF_TYPES.get(self.config.precision)
         return torch.autocast(self.world.device.type, dtype=half) if half is not None else nullcontext()
+
+    def _default_type(self) -> AbstractContextManager[Any]:
+        """Under fp64 also for tensors that the model makes in forward."""
+        return default_type(torch.float64) if self.config.precision == "fp64" else nullcontext()
 
     def _without_dropout(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.config.dropout else NoDropout()

@@ -28,6 +28,13 @@ def make_optimizer(task: Task, model: nn.Module, *, fused: bool) -> Optimizer:
         raise TaskError(
             f"{task.name}: LBFGS evaluates the loss several times a step, which a step over many ranks does not offer."
         )
+    own = {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise TaskError(
+            f"{task.name}: the optimizer was given {foreign} tensors that are not parameters of the model (any more): "
+            "lists kept by the constructor do not follow when the model is spread. Take them from model.parameters()."
+        )
     return _fused(optimizer) if fused else optimizer
 
 
@@ -58,6 +65,10 @@ def _fused(optimizer: Optimizer) -> Optimizer:
     chosen = [defaults.get(key) for key in ("fused", "foreach", "capturable", "differentiable")]
     if any(chosen) or defaults.get("fused") is False or defaults.get("foreach") is False:
         return optimizer
+    if any(group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups):
+        return optimizer
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return optimizer  # what the task hung on it would be lost
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters or any(not p.is_floating_point() for p in parameters):
         return optimizer
