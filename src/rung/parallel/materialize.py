@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rung.batches import seed_generators
 from rung.errors import ModelError
+from rung.generators import seed_generators
 from rung.task import Task
 from rung.world import World, broadcast_from_main
 

@@ -22,10 +22,11 @@ from rung.errors import ModelError, TaskError
 from rung.parallel import sync_batch_norms
 from rung.parallel.gather import whole_tensor
 from rung.parallel.gradients import clip, global_norm
-from rung.parallel.sharding import free_gathered, name_gathered, set_gradient_sync
+from rung.parallel.sharding import free_gathered, set_gradient_sync
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep
 from rung.runtime.forward import LossModule, NoDropout, call_model, default_type, map_tensors
+from rung.runtime.unused import UnusedParameters
 from rung.status import StatusWriter
 from rung.task import Task, split_batch
 from rung.world import World, broadcast_from_main
@@ -71,7 +72,7 @@ class MeshRuntime:
         if world.device.type == "cuda" and not world.pretend:
             self._copies = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._first_step = True
-        self._gathered_names = name_gathered(model) if self._looks_for_unused else {}
+        self._unused = UnusedParameters(model, self._trainable, world, config.unused_parameters)
 
     # -- batches ------------------------------------------------------------------------------------------------
 
@@ -111,15 +112,15 @@ class MeshRuntime:
             last = len(window.micro_batches) - 1
             for number, (micro, share) in enumerate(zip(window.micro_batches, shares, strict=True)):
                 with self._micro_batch(micro, is_last=number == last):
-                    before = self._gradient_versions() if number == last > 0 else None
+                    before = self._unused.versions() if number == last > 0 else None
                     loss = self._forward(micro, share)
-                    used |= self._reachable(loss)
+                    used |= self._unused.reachable(loss)
                     part = _weighted(loss, share)
                     self._backward(part, averaging)
-                    self._check_last_micro_batch(before)
+                    self._unused.check_last_micro_batch(before)
                 loss_share = part.detach() if loss_share is None else loss_share + part.detach()
             assert loss_share is not None, "a window holds at least one micro-batch"
-            self._check_gradients(used)
+            self._unused.check(used)
             rate = _rate(self.optimizer)
             self._status.phase("update")
             norm = self._update(want_norm)
@@ -225,67 +226,7 @@ class MeshRuntime:
         for buffer, value in saved:
             buffer.data.copy_(value)
 
-    # -- parameters without a gradient ---------------------------------------------------------------------------
-
-    @property
-    def _looks_for_unused(self) -> bool:
-        return self.config.unused_parameters == "allow" and self.world.layout.shards_parameters
-
-    def _reachable(self, loss: Tensor) -> set[str]:
-        """Parameters the loss depends on. Looked up only where sharding would otherwise hide it (see below)."""
-        if not self._looks_for_unused:
-            return set()
-        names = self._gathered_names
-        seen, pending, found = set(), [loss.grad_fn], set()
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in names:
-                found.add(names[id(variable)])
-            pending += [following for following, _ in node.next_functions]
-        return found
-
-    def _check_gradients(self, used: set[str]) -> None:
-        if self._looks_for_unused:
-            # Ranks that did not use a parameter give zeros, so that all reduce alike. A parameter that no rank used
-            # must have no gradient at all, as on one device, where the optimizer then skips it.
-            flags = torch.tensor([float(name in used) for name, _ in self._trainable], device=self.world.device)
-            if self.world.size > 1:
-                dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            for (_, parameter), flag in zip(self._trainable, flags.tolist(), strict=True):
-                if not flag:
-                    parameter.grad = None
-            return
-        missing = [name for name, p in self._trainable if p.grad is None]
-        if missing and self.config.unused_parameters != "allow":
-            listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise ModelError(
-                f"{len(missing)} trainable parameter{'s' if len(missing) > 1 else ''} got no gradient in this step: "
-                f"{listed}. Freeze them (requires_grad=False), or allow it with --set unused_parameters=allow."
-            )
-
-    def _gradient_versions(self) -> list[int | None] | None:
-        """What tells whether the last micro-batch adds to a gradient; of use where DDP reduces in that one alone."""
-        if self._ddp is None or self.config.unused_parameters == "allow":
-            return None
-        return [None if p.grad is None else p.grad._version for _, p in self._trainable]
-
-    def _check_last_micro_batch(self, before: list[int | None] | None) -> None:
-        if before is None:
-            return
-        untouched = [
-            name
-            for (name, p), version in zip(self._trainable, before, strict=True)
-            if version is not None and p.grad is not None and p.grad._version == version
-        ]
-        if untouched:
-            raise ModelError(
-                f"{', '.join(untouched[:8])} got a gradient in some micro-batches of this step but not in the last, in "
-                "which ranks reduce. Allow it with --set unused_parameters=allow."
-            )
+    # -- buffers -----------------------------------------------------------------------------------------------------
 
     def _note_changed_buffers(self, versions: list[int]) -> None:
         if self.world.layout.num_data_ranks == 1:

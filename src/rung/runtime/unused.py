@@ -1,0 +1,79 @@
+"""Trainable parameters that get no gradient: found, named, and refused or left alone as on one device."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rung.errors import ModelError
+from rung.parallel.sharding import name_gathered
+from rung.world import World
+
+
+class UnusedParameters:
+    """Looks at each step's gradients. `mode` is the setting: error or allow."""
+
+    def __init__(self, model: nn.Module, trainable: list[tuple[str, nn.Parameter]], world: World, mode: str) -> None:
+        self._trainable, self._world, self._mode = trainable, world, mode
+        self._gathered_names = name_gathered(model) if self._looks_for_unused else {}
+
+    @property
+    def _looks_for_unused(self) -> bool:
+        return self._mode == "allow" and self._world.layout.shards_parameters
+
+    def reachable(self, loss: Tensor) -> set[str]:
+        """Parameters the loss depends on. Looked up only where sharding would otherwise hide it (see below)."""
+        if not self._looks_for_unused:
+            return set()
+        names = self._gathered_names
+        seen, pending, found = set(), [loss.grad_fn], set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in names:
+                found.add(names[id(variable)])
+            pending += [following for following, _ in node.next_functions]
+        return found
+
+    def check(self, used: set[str]) -> None:
+        if self._looks_for_unused:
+            # Ranks that did not use a parameter give zeros, so that all reduce alike. A parameter that no rank used
+            # must have no gradient at all, as on one device, where the optimizer then skips it.
+            flags = torch.tensor([float(name in used) for name, _ in self._trainable], device=self._world.device)
+            if self._world.size > 1:
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            for (_, parameter), flag in zip(self._trainable, self._world.read(list(flags.unbind())), strict=True):
+                if not flag:
+                    parameter.grad = None
+            return
+        missing = [name for name, p in self._trainable if p.grad is None]
+        if missing and self._mode != "allow":
+            listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise ModelError(
+                f"{len(missing)} trainable parameter{'s' if len(missing) > 1 else ''} got no gradient in this step: "
+                f"{listed}. Freeze them (requires_grad=False), or allow it with --set unused_parameters=allow."
+            )
+
+    def versions(self) -> list[int | None] | None:
+        """What tells whether the last micro-batch adds to a gradient; of use where DDP reduces in that one alone."""
+        if self._world.layout.shards_parameters or not self._world.layout.is_distributed or self._mode == "allow":
+            return None
+        return [None if p.grad is None else p.grad._version for _, p in self._trainable]
+
+    def check_last_micro_batch(self, before: list[int | None] | None) -> None:
+        if before is None:
+            return
+        untouched = [
+            name
+            for (name, p), version in zip(self._trainable, before, strict=True)
+            if version is not None and p.grad is not None and p.grad._version == version
+        ]
+        if untouched:
+            raise ModelError(
+                f"{', '.join(untouched[:8])} got a gradient in some micro-batches of this step but not in the last, in "
+                "which ranks reduce. Allow it with --set unused_parameters=allow."
+            )
