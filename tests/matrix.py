@@ -4,11 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
+from rung.config import RunConfig, micro_batch_size
+from rung.strategy import Layout, parse
+
 MODELS = {"babycnn": "BabyCNN, batch norm sync", "gpt": "GPT, tied weights"}
-SIZES = (1, 2, 4)
-ACCUMULATION = (1, 3)
 BATCH_SIZE = 25  # of 103 samples: ragged on every number of ranks, and a last window of 3
+GLOBAL_MICRO_BATCH = 12  # three micro-batches of 12, 12 and 1: the last is empty on all ranks but one
+
+# Strategies that take any number of processes, and with how many they are run.
+FREE = {
+    "single": (1,),
+    "ddp": (1, 2, 4),
+    "zero1": (1, 2, 4),
+    "zero2": (1, 2, 4),
+    "zero3": (1, 2, 4),
+    "hsdp": (1, 2, 4),
+}
+# Strategies that cut the model itself. Their sizes are part of the name.
+COMPOSED = (
+    "tp2",
+    "tp4",
+    "ddp2,tp2",
+    "zero1x2,tp2",
+    "zero2x2,tp2",
+    "fsdp2,tp2",
+    "pp2",
+    "pp2:gpipe",
+    "pp2:interleaved",
+    "pp2:zb",
+    "pp4",
+    "pp4:zb",
+    "pp2,ddp2",
+    "pp2,zero1x2",
+    "pp2,zero2x2",
+    "pp2,fsdp2",
+    "pp2:interleaved,fsdp2",
+    "pp2:zb,fsdp2",
+    "pp2,tp2",
+)
+# Eight processes: one model is enough.
+LARGE = ("hsdp2x2,tp2", "pp2,hsdp2x2", "pp2,fsdp2,tp2")
 
 
 @dataclass(frozen=True)
@@ -16,29 +51,50 @@ class Row:
     strategy: str
     model: str
     num_ranks: int
-    accumulation: int
+    accumulates: bool
 
     @property
     def name(self) -> str:
-        return f"{self.strategy}-{self.model}-{self.num_ranks}ranks-x{self.accumulation}"
+        return f"{self.strategy}-{self.model}-{self.num_ranks}ranks{'-accumulated' if self.accumulates else ''}"
 
     @property
-    def global_micro_batch(self) -> int | None:
-        """Three micro-batches of 12, 12 and 1: the last is empty on all ranks but one."""
-        return None if self.accumulation == 1 else 12
+    def layout(self) -> Layout:
+        return parse(self.strategy, self.num_ranks)
 
     @property
     def micro_batch(self) -> int | None:
-        return None if self.global_micro_batch is None else self.global_micro_batch // self.num_ranks
+        return max(1, GLOBAL_MICRO_BATCH // self.layout.num_data_ranks) if self.accumulates else None
+
+    @property
+    def global_micro_batch(self) -> int | None:
+        """What one process has to take at a time to see the same micro-batches."""
+        own = micro_batch_size(RunConfig(batch_size=BATCH_SIZE, micro_batch=self.micro_batch), self.layout)
+        return None if own is None else own * self.layout.num_data_ranks
+
+
+def _num_ranks(strategy: str) -> int:
+    from rung.strategy import natural_num_ranks
+
+    return natural_num_ranks(strategy) or 1
 
 
 ROWS = [
-    Row(strategy, model, size, accumulation)
-    for strategy in STRATEGIES
-    for model in MODELS
-    for size in SIZES
-    for accumulation in ACCUMULATION
-    if strategy != "single" or size == 1
+    *(
+        Row(strategy, model, size, accumulates)
+        for strategy, sizes in FREE.items()
+        for model in MODELS
+        for size in sizes
+        for accumulates in (False, True)
+    ),
+    # A pipeline always has several micro-batches; its other rows differ in how many.
+    *(
+        Row(strategy, model, _num_ranks(strategy), accumulates)
+        for strategy in COMPOSED
+        for model in MODELS
+        for accumulates in (False, True)
+        if model == "gpt" or accumulates == strategy.startswith("pp")
+    ),
+    *(Row(strategy, "gpt", 8, True) for strategy in LARGE),
 ]
 
 
@@ -48,11 +104,15 @@ def support_table() -> str:
         "| strategy | " + " | ".join(MODELS.values()) + " | accumulation |",
         "|---|" + "---|" * (len(MODELS) + 1),
     ]
-    for strategy in STRATEGIES:
+    for strategy in (*FREE, *COMPOSED, *LARGE):
         cells = []
         for model in MODELS:
             sizes = sorted({row.num_ranks for row in ROWS if (row.strategy, row.model) == (strategy, model)})
-            cells.append(", ".join(map(str, sizes)) + (" process" if sizes == [1] else " processes"))
-        counts = sorted({row.accumulation for row in ROWS if row.strategy == strategy})
-        lines.append(f"| `{strategy}` | " + " | ".join(cells) + f" | {', '.join(map(str, counts))} |")
+            words = " process" if sizes == [1] else " processes"
+            cells.append(", ".join(map(str, sizes)) + words if sizes else "-")
+        counts = {row.accumulates for row in ROWS if row.strategy == strategy}
+        shown = "with and without" if len(counts) == 2 else "with" if True in counts else "without"
+        if parse(strategy, _num_ranks(strategy)).pp > 1:
+            shown = "always"
+        lines.append(f"| `{strategy}` | " + " | ".join(cells) + f" | {shown} |")
     return "\n".join(lines)

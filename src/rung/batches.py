@@ -11,6 +11,7 @@ for any number of ranks and loader processes. This module knows nothing of model
 from __future__ import annotations
 
 import inspect
+import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -125,6 +126,10 @@ class Batches:
         self._order = Order(self.num_samples, seed, shuffle=shuffle is not False)
 
     @property
+    def dataset(self) -> Any:
+        return self._dataset
+
+    @property
     def steps_per_epoch(self) -> int | None:
         return None if self.num_samples is None else -(-self.num_samples // self.cut.batch_size)
 
@@ -199,6 +204,21 @@ class Batches:
                     if self._num_steps is not None and step >= self._num_steps:
                         return
             epoch += 1
+
+
+def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None, count: int = 2) -> Any:
+    """The first samples of a data set as a batch, to see what batches are like. No random generator is moved by it."""
+    saved = save_generators()
+    try:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            samples = list(itertools.islice(iter(dataset), count))
+        else:
+            samples = [dataset[index] for index in range(min(count, len(dataset)))]
+    finally:
+        restore_generators(saved)
+    if not samples:
+        raise DataError(f"the data set {type(dataset).__name__} is empty.")
+    return (collate or default_collate)(samples)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rung.version import VERSION
 
 # Where each flag of `rung train` stands in its help.
 _GROUPS = {
-    "where": ("strategy", "nproc", "offload", "shard_by"),
+    "where": ("strategy", "nproc", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
     "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
     "how": ("precision", "clip", "compile", "activation_checkpointing"),
     "run": ("out",),
@@ -153,7 +153,7 @@ def _add_settings(parser: argparse.ArgumentParser, groups: dict[str, tuple[str, 
                 group.add_argument(flag, dest=name, action=actions, default=None, help=meta["help"])
             else:
                 metavar = "|".join(meta["choices"]) or {int: "N", float: "X", str: "S"}[meta["kind"]]
-                metavar = {"strategy": "NAME", "out": "DIR", "shard_by": "HOW"}.get(name, metavar)
+                metavar = {"strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES"}.get(name, metavar)
                 group.add_argument(flag, dest=name, metavar=metavar, default=None, help=meta["help"])
     group = parser._action_groups[-1]
     group.add_argument("--config", metavar="FILE.toml", help="settings from a file; flags win over it")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rung.errors import ConfigError, nearest
-from rung.strategy import Layout
+from rung.strategy import SCHEDULES, Layout
 from rung.task import ROLES, Task, coerce
 
 
@@ -52,6 +52,15 @@ class RunConfig:
     )
     offload: str = _setting(
         "none", "keep sharded parameters and optimizer state in host memory", str, ("none", "cpu"), flag=True
+    )
+    schedule: str | None = _setting(
+        None, "order of a pipeline's micro-batches; default: 1f1b", str, tuple(SCHEDULES), flag=True
+    )
+    split: str | None = _setting(
+        None, "where a pipeline's stages begin, as in blocks.2,head; default: by cost", str, flag=True
+    )
+    sequence_parallel: bool = _setting(
+        False, "cut activations between tensor-parallel layers along the sequence", bool, flag=True
     )
     shard_by: str = _setting("block", "what is gathered at a time: block, size:10M or whole", str, flag=True)
     out: str | None = _setting(None, "run directory; default: runs/<task>-<strategy>-<time>", str, flag=True)
@@ -139,8 +148,33 @@ def refuse_contradictions(config: RunConfig, layout: Layout) -> None:
             f"--offload {config.offload} keeps sharded state in host memory, and {layout.name} shards no parameters. "
             "Use zero2, zero3, fsdp or hsdp."
         )
+    for key in ("schedule", "split"):
+        value = getattr(config, key)
+        if value is not None and layout.pp == 1:
+            raise ConfigError(f"--{key} {value} is for a pipeline, and {layout.name} is none. Use pp, or leave it out.")
+    if config.sequence_parallel and layout.tp == 1:
+        raise ConfigError(
+            f"--sequence-parallel belongs to tensor parallelism, and {layout.name} has none. Use tp, as in 'fsdp,tp2'."
+        )
+    if config.compile and layout.pp > 1 and layout.schedule == "zb":
+        raise ConfigError(
+            "the zero-bubble schedule takes backward apart, which cannot be done with compiled code. "
+            "Use --schedule 1f1b or interleaved, or leave --compile out."
+        )
+    if config.activation_checkpointing != "none" and layout.pp > 1 and layout.schedule == "zb":
+        raise ConfigError(
+            "the zero-bubble schedule takes backward apart, which cannot be done with activation checkpointing. "
+            "Use --schedule 1f1b or interleaved, or leave the checkpointing out."
+        )
     if config.micro_batch is not None and config.micro_batch > config.batch_size:
         raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")
+
+
+def micro_batch_size(config: RunConfig, layout: Layout) -> int | None:
+    """Samples a rank takes at a time. A pipeline needs several micro-batches: by default two for each stage."""
+    if config.micro_batch is not None or layout.pp == 1:
+        return config.micro_batch
+    return -(-config.batch_size // (layout.num_data_ranks * 2 * layout.num_stages))
 
 
 def check(key: str, value: Any) -> Any:

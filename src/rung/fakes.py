@@ -5,12 +5,15 @@ Private parts of torch that training leans on are touched here and nowhere else 
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,6 +40,46 @@ def new_fake_mode() -> FakeTensorMode:
 def outside_fakes() -> contextlib.AbstractContextManager[Any]:
     """For code that needs real data inside a pretend step: meshes, the order of samples."""
     return unset_fake_temporarily()
+
+
+def forget_meshes() -> None:
+    """DTensor remembers how it spread operations, by meshes that look alike; those of a closed world are dead."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for clear in (
+        getattr(propagator.propagate_op_sharding, "cache_clear", None),
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
+    ):
+        if clear is not None:
+            clear()
+
+
+_MESH_METHODS = (
+    "__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate", "_get_all_submeshes",
+    "get_group", "get_local_rank", "size", "_create_sub_mesh", "_create_flatten_mesh", "from_group", "get_all_groups",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def real_meshes() -> Iterator[None]:
+    """While inside, a mesh computes with real tensors. FSDP joins meshes in the middle of sharding, among fake ones."""
+    kept = {name: DeviceMesh.__dict__[name] for name in _MESH_METHODS if name in DeviceMesh.__dict__}
+
+    def real(method: Any) -> Any:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return method(*args, **kwargs)
+
+        return run
+
+    for name, method in kept.items():
+        static = isinstance(method, staticmethod)
+        setattr(DeviceMesh, name, staticmethod(real(method.__func__)) if static else real(method))
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(DeviceMesh, name, method)
 
 
 class _FixedBuckets:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,13 @@ from torch import Tensor
 
 from rung.batches import Batches, Cut, MicroBatch, Window
 from rung.checkpoint import save_weights
-from rung.config import resolve
+from rung.config import micro_batch_size, resolve
 from rung.errors import DataError
-from rung.order import mix
 from rung.runtime import build_runtime
 from rung.runtime.forward import map_tensors
 from rung.strategy import default_name, parse
 from rung.task import Task, load_task
-from rung.train import make_batches, make_eval_batches
+from rung.train import dropout_seed, make_batches, make_eval_batches
 from rung.world import environment_local_size, environment_size, open_world
 
 
@@ -54,7 +53,7 @@ class Session:
         self.config = resolve(task, flags=flags, assignments=arguments).config
         self.task = task.bind(arguments)
         name = strategy or self.config.strategy or default_name(environment_size())
-        layout = parse(name, environment_size(), environment_local_size())
+        layout = parse(name, environment_size(), environment_local_size(), self.config.schedule)
         self._stack = ExitStack()
         self.world = self._stack.enter_context(
             open_world(
@@ -66,7 +65,7 @@ class Session:
         )
         steps = total_steps if total_steps is not None else self.config.steps
         self.runtime = build_runtime(self.task, self.world, self.config, total_steps=steps)
-        torch.manual_seed(mix(self.config.seed, self.world.rank, 1))
+        torch.manual_seed(dropout_seed(self.config.seed, self.world))
         self.num_steps = 0
 
     @property
@@ -86,7 +85,7 @@ class Session:
         loss = result.loss_share.clone()
         if self.world.size > 1:
             # Every rank reduces in every step: a figure that is fetched on demand would hang when one rank asks.
-            dist.all_reduce(loss, group=self.world.data_group)
+            dist.all_reduce(loss)
         return StepStats(self.num_steps, loss, result.grad_norm, result.learning_rate, placed.num_global_samples)
 
     def evaluate(self) -> dict[str, float]:
@@ -109,7 +108,9 @@ class Session:
 
     def _window(self, batch: Any) -> Window:
         num_rows = _num_rows(batch)
-        cut = Cut(num_rows, self.world.layout.num_data_ranks, self.world.data_rank, self.config.micro_batch)
+        layout = self.world.layout
+        micro = micro_batch_size(replace(self.config, batch_size=num_rows), layout)
+        cut = Cut(num_rows, layout.num_data_ranks, self.world.data_rank, micro)
         pieces = []
         base = 0
         for size in cut.micro_sizes(num_rows):

@@ -1,16 +1,27 @@
 """What a strategy is: a value, one point in a mesh of processes.
 
-`Layout` says how many ranks replicate the model, how many share one copy of it, and which parts of the
-training state are cut among them. The familiar names (ddp, zero1, fsdp, hsdp, ...) are presets for such
-points. This module parses and sizes them; it imports no torch and knows no process group.
+`Layout` says how many ranks replicate the model, how many share one copy of it, into how many stages and tensor parts
+it is cut, and which parts of the training state are cut among the ranks that share a copy. The familiar names (ddp,
+zero1, fsdp, hsdp, tp, pp, ...) are presets for such points, and "pp2,fsdp,tp2" composes them. This module parses and
+sizes them; it imports no torch and knows no process group.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 from rung.errors import StrategyError, nearest
+
+SCHEDULES = {
+    "gpipe": "all forwards, then all backwards",
+    "1f1b": "one forward, one backward: fewer activations held (default)",
+    "interleaved": "1f1b with two stages on each rank: a smaller bubble, more messages",
+    "zb": "zero bubble: the weights' gradients fill the gaps",
+}
+DEFAULT_SCHEDULE = "1f1b"
+_STAGES_PER_RANK = {"interleaved": 2}
 
 
 @dataclass(frozen=True)
@@ -26,10 +37,13 @@ class Layout:
     dp_replicate: int = 1
     dp_shard: int = 1
     zero: int = 0
+    pp: int = 1
+    tp: int = 1
+    schedule: str = DEFAULT_SCHEDULE
 
     @property
     def num_ranks(self) -> int:
-        return self.dp_replicate * self.dp_shard
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def num_data_ranks(self) -> int:
@@ -37,9 +51,47 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def num_stages(self) -> int:
+        return self.pp * self.stages_per_rank
+
+    @property
+    def stages_per_rank(self) -> int:
+        return _STAGES_PER_RANK.get(self.schedule, 1) if self.pp > 1 else 1
+
+    @property
     def axes(self) -> dict[str, int]:
         """The mesh: axis names from the outermost to the innermost, with their sizes."""
-        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis."""
+        found: dict[str, int] = {}
+        for axis, size in reversed(self.axes.items()):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in self.axes}
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the batch a rank reads, of `num_data_ranks`."""
+        return rank // self.tp % self.num_data_ranks
+
+    def counts_loss(self, rank: int) -> bool:
+        """Whether a rank tells the loss of its share: the first of its tensor group, on the last stage."""
+        at = self.coordinates(rank)
+        return at["tp"] == 0 and at["pp"] == self.pp - 1
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether the model itself is cut, into stages or tensors."""
+        return self.pp > 1 or self.tp > 1
+
+    @property
+    def uses_fully_shard(self) -> bool:
+        """Whether FSDP2 carries the data parallelism: wherever parameters are sharded, and in every composition."""
+        return self.zero >= 2 or (self.is_composed and self.num_data_ranks > 1)
+
+    @property
+    def uses_ddp(self) -> bool:
+        return self.is_distributed and not self.uses_fully_shard and not self.is_composed
 
     @property
     def shards_parameters(self) -> bool:
@@ -52,11 +104,17 @@ class Layout:
     def describe(self) -> str:
         if self.name == "single":
             return "single: one process"
+        parts = []
+        if self.pp > 1:
+            each = f" ({self.stages_per_rank} a rank)" if self.stages_per_rank > 1 else ""
+            parts.append(f"{self.num_stages} stages{each}, {self.schedule}")
         if self.dp_replicate > 1 and self.dp_shard > 1:
-            return f"{self.name}: {self.dp_replicate} replicas x {self.dp_shard} shards"
-        if self.num_ranks == 1:
-            return f"{self.name}: one process"
-        return f"{self.name}: {self.num_ranks} {'shards' if self.dp_shard > 1 else 'replicas'}"
+            parts.append(f"{self.dp_replicate} replicas x {self.dp_shard} shards")
+        elif self.num_data_ranks > 1:
+            parts.append(f"{self.num_data_ranks} {'shards' if self.dp_shard > 1 else 'replicas'}")
+        if self.tp > 1:
+            parts.append(f"tensors cut in {self.tp}")
+        return f"{self.name}: {' x '.join(parts) if parts else 'one process'}"
 
 
 @dataclass(frozen=True)
@@ -76,83 +134,123 @@ PRESETS: dict[str, _Preset] = {
     "zero3": _Preset("dp_shard", 3, "parameters, gradients and optimizer state cut (FSDP2)"),
     "fsdp": _Preset("dp_shard", 3, "another name of zero3"),
     "hsdp": _Preset("both", 3, "fsdp inside groups, replicated across them: hsdpRxS, R replicas of S shards"),
+    "tp": _Preset("tp", 0, "tensor parallel: the matrices of each layer cut among the ranks"),
+    "pp": _Preset("pp", 0, "pipeline parallel: the layers cut into stages; pp2:gpipe names the schedule, too"),
 }
+_ORDER = ("pp", "data", "tp")
 
 
 def names() -> list[str]:
     return list(PRESETS)
 
 
-def parse(text: str, num_ranks: int, ranks_per_host: int | None = None) -> Layout:
+@dataclass(frozen=True)
+class _Part:
+    """One word of a strategy: 'hsdp2x2' is hsdp with the sizes 2 and 2, 'pp2:zb' is pp with a size and a schedule."""
+
+    text: str
+    name: str
+    sizes: tuple[int, ...]
+    schedule: str | None = None
+
+    @property
+    def place(self) -> str:
+        return self.name if self.name in _ORDER else "data"
+
+
+def parse(text: str, num_ranks: int, ranks_per_host: int | None = None, schedule: str | None = None) -> Layout:
     """The layout that `text` names for `num_ranks` processes.
 
-    An unsized name takes all ranks; a sized one (`ddp4`, `fsdp2`, `zero1x4`, `hsdp2x2`) must match them.
-    Unsized hsdp shards inside a host and replicates across hosts; on one host it makes two replicas.
+    An unsized name takes the ranks that are left; sized ones (`ddp4`, `fsdp2`, `zero1x4`, `hsdp2x2`, `pp2`, `tp2`) must
+    match them. Unsized hsdp shards inside a host and replicates across hosts; on one host it makes two replicas.
+    `schedule` is for a pipeline that names none itself.
     """
-    name, sizes = split_name(text)
-    preset = PRESETS[name]
+    parts = split(text)
     if num_ranks < 1:
         raise StrategyError(f"a job needs at least one process; {num_ranks} were asked for.")
-    if name == "single":
-        if sizes:
-            raise StrategyError(f"{text!r}: single takes no size; it is always one process.")
+    if parts[0].name == "single":
         if num_ranks != 1:
             raise StrategyError(
                 f"'single' is one process, but {num_ranks} were asked for. "
                 f"Use --nproc 1, or a strategy for {num_ranks} processes such as 'ddp'."
             )
         return Layout("single")
-    if name == "hsdp":
-        replicate, shard = _size_hsdp(text, sizes, num_ranks, ranks_per_host)
-        layout = Layout(f"hsdp{replicate}x{shard}", replicate, shard, preset.zero)
-    else:
-        if len(sizes) > 1:
-            raise StrategyError(f"{text!r}: {name} has one size, as in '{name}{_sized(name, num_ranks)}'.")
-        size = sizes[0] if sizes else num_ranks
-        layout = (
-            Layout(name, zero=preset.zero, dp_replicate=size)
-            if preset.axis == "dp_replicate"
-            else Layout(name, zero=preset.zero, dp_shard=size)
-        )
-    if layout.num_ranks != num_ranks:
+    sized = {part.name: math.prod(part.sizes) for part in parts if part.sizes}
+    unsized = [part for part in parts if not part.sizes]
+    taken = math.prod(sized.values())
+    if not unsized and taken != num_ranks:
+        open_name = ",".join(part.name if part.place == "data" else part.text for part in parts)
         raise StrategyError(
-            f"{text!r} is a layout of {layout.num_ranks} processes, but the job has {num_ranks}. "
-            f"Use --nproc {layout.num_ranks}, or {name!r} without a size, which takes all of them."
+            f"{text!r} is a layout of {taken} processes, but the job has {num_ranks}. "
+            f"Use --nproc {taken}, or {open_name!r}, whose unsized part takes the rest."
         )
-    return layout
+    if unsized and num_ranks % taken:
+        raise StrategyError(
+            f"{text!r}: the sized parts take {taken} processes, which does not divide {num_ranks}. "
+            f"Use --nproc {taken * max(1, round(num_ranks / taken))}."
+        )
+    left = num_ranks // taken
+    values: dict[str, int] = {"pp": 1, "tp": 1, "dp_replicate": 1, "dp_shard": 1}
+    zero = 0
+    words: dict[str, str] = {}
+    chosen = DEFAULT_SCHEDULE
+    for part in sorted(parts, key=lambda part: part.name == "hsdp"):  # last: it looks at the tensor groups of a host
+        preset = PRESETS[part.name]
+        if part.name == "hsdp":
+            per_host = None if ranks_per_host is None else max(1, ranks_per_host // values["tp"])
+            replicate, shard = _size_hsdp(part, left, per_host)
+            values["dp_replicate"], values["dp_shard"] = replicate, shard
+            words["data"] = f"hsdp{replicate}x{shard}"
+        else:
+            size = part.sizes[0] if part.sizes else left
+            values[preset.axis] = size
+            words[part.place] = f"{part.name}{_sized(part.name, size)}"
+        if part.place == "data":
+            zero = preset.zero
+        if part.name == "pp":
+            chosen = _choose_schedule(text, part.schedule, schedule)
+            words["pp"] += f":{chosen}" if chosen != DEFAULT_SCHEDULE else ""
+    name = ",".join(words[place] for place in _ORDER if place in words)
+    if len(parts) == 1 and parts[0].place == "data" and parts[0].name != "hsdp":
+        name = parts[0].name  # alone, the size says nothing
+    return Layout(
+        name,
+        dp_replicate=values["dp_replicate"],
+        dp_shard=values["dp_shard"],
+        zero=zero,
+        pp=values["pp"],
+        tp=values["tp"],
+        schedule=chosen,
+    )
 
 
-def split_name(text: str) -> tuple[str, tuple[int, ...]]:
-    """'hsdp2x2' -> ('hsdp', (2, 2)); 'zero1' -> ('zero1', ()); 'zero1x4' -> ('zero1', (4,))."""
-    token = text.strip().lower()
-    if "," in token:
+def split(text: str) -> list[_Part]:
+    """The words of a strategy in the order pp, data, tp; what cannot stand together is refused."""
+    parts = [_split_word(word, text) for word in text.split(",")]
+    by_place: dict[str, _Part] = {}
+    for part in parts:
+        other = by_place.get(part.place)
+        if other is not None:
+            both = f"{other.text} and {part.text}"
+            hint = " hsdpRxS is R replicas of S shards." if part.place == "data" else ""
+            raise StrategyError(f"{text!r}: {both} are two answers to one question. Keep one of them.{hint}")
+        by_place[part.place] = part
+    if len(parts) > 1 and any(part.name == "single" for part in parts):
+        raise StrategyError(f"{text!r}: single is one process and cannot be composed.")
+    unsized = [part.text for part in parts if not part.sizes and part.name != "single"]
+    if len(unsized) > 1:
         raise StrategyError(
-            f"{text!r}: compositions of data-parallel strategies are written as one name, hsdpRxS "
-            f"(R replicas of S shards). Known: {', '.join(PRESETS)}."
+            f"{text!r}: {' and '.join(unsized)} have no size. One part may be left unsized and takes the rest."
         )
-    for name in sorted(PRESETS, key=len, reverse=True):
-        if token == name:
-            return name, ()
-        rest = token.removeprefix(name)
-        if rest != token:
-            if name[-1].isdigit():
-                rest = rest.removeprefix("x") if rest.startswith("x") else "?"
-            if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", rest):
-                return name, tuple(int(part) for part in rest.split("x"))
-    raise StrategyError(f"there is no strategy {text!r}.{nearest(token, PRESETS)} Known: {', '.join(PRESETS)}.")
+    return [by_place[place] for place in _ORDER if place in by_place]
 
 
 def natural_num_ranks(text: str) -> int | None:
     """How many processes a sized strategy asks for by itself; None when it takes what is given."""
-    name, sizes = split_name(text)
-    if name == "single":
+    parts = split(text)
+    if parts[0].name == "single":
         return 1
-    if not sizes:
-        return None
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+    return math.prod(math.prod(part.sizes) for part in parts) if all(part.sizes for part in parts) else None
 
 
 def default_name(num_ranks: int) -> str:
@@ -160,20 +258,56 @@ def default_name(num_ranks: int) -> str:
     return "single" if num_ranks == 1 else "ddp"
 
 
+def _split_word(word: str, text: str) -> _Part:
+    token, _, schedule = word.strip().lower().partition(":")
+    if schedule and schedule not in SCHEDULES:
+        raise StrategyError(
+            f"{text!r}: there is no schedule {schedule!r}.{nearest(schedule, SCHEDULES)} Known: {', '.join(SCHEDULES)}."
+        )
+    for name in sorted(PRESETS, key=len, reverse=True):
+        rest = token.removeprefix(name)
+        if rest == token:
+            continue
+        if rest and name[-1].isdigit():
+            rest = rest.removeprefix("x") if rest.startswith("x") else "?"
+        if rest and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", rest):
+            continue
+        sizes = tuple(int(part) for part in rest.split("x")) if rest else ()
+        if schedule and name != "pp":
+            raise StrategyError(f"{text!r}: only pp has a schedule, as in 'pp2:{schedule}'.")
+        if name == "single" and sizes:
+            raise StrategyError(f"{text!r}: single takes no size; it is always one process.")
+        if name == "hsdp" and len(sizes) == 1:
+            raise StrategyError(
+                f"{text!r}: hsdp has two sizes, replicas x shards, as in 'hsdp2x{max(1, sizes[0] // 2)}'."
+            )
+        if name != "hsdp" and len(sizes) > 1:
+            raise StrategyError(f"{text!r}: {name} has one size, as in '{name}{_sized(name, sizes[0])}'.")
+        return _Part(word.strip().lower(), name, sizes, schedule or None)
+    raise StrategyError(
+        f"there is no strategy {word.strip()!r}.{nearest(token, PRESETS)} Known: {', '.join(PRESETS)}, "
+        "and compositions such as 'pp2,fsdp,tp2'."
+    )
+
+
+def _choose_schedule(text: str, own: str | None, given: str | None) -> str:
+    if own is not None and given is not None and own != given:
+        raise StrategyError(f"{text!r} names the schedule {own!r}, and --schedule {given!r}. Keep one of them.")
+    return own or given or DEFAULT_SCHEDULE
+
+
 def _sized(name: str, size: int) -> str:
     return f"x{size}" if name[-1].isdigit() else str(size)
 
 
-def _size_hsdp(text: str, sizes: tuple[int, ...], num_ranks: int, ranks_per_host: int | None) -> tuple[int, int]:
-    if len(sizes) == 2:
-        return sizes[0], sizes[1]
-    valid = ", ".join(f"hsdp{r}x{num_ranks // r}" for r in range(1, num_ranks + 1) if num_ranks % r == 0)
-    if len(sizes) == 1:
-        raise StrategyError(f"{text!r}: hsdp has two sizes, replicas x shards. For {num_ranks} processes: {valid}.")
-    if num_ranks == 1:
+def _size_hsdp(part: _Part, left: int, ranks_per_host: int | None) -> tuple[int, int]:
+    if part.sizes:
+        return part.sizes[0], part.sizes[1]
+    if left == 1:
         return 1, 1
-    if ranks_per_host and ranks_per_host < num_ranks and num_ranks % ranks_per_host == 0:
-        return num_ranks // ranks_per_host, ranks_per_host
-    if num_ranks % 2 == 0:
-        return 2, num_ranks // 2
-    raise StrategyError(f"hsdp cannot make two replicas of {num_ranks} processes. Give the sizes: {valid}.")
+    if ranks_per_host and ranks_per_host < left and left % ranks_per_host == 0:
+        return left // ranks_per_host, ranks_per_host
+    if left % 2 == 0:
+        return 2, left // 2
+    valid = ", ".join(f"hsdp{r}x{left // r}" for r in range(1, left + 1) if left % r == 0)
+    raise StrategyError(f"hsdp cannot make two replicas of {left} processes. Give the sizes: {valid}.")

@@ -17,6 +17,7 @@ Optional
     collate(samples) -> batch             instead of torch's default
     forward(model, batch) -> output       when the model does not take the input alone
     blocks = "blocks.*"                   where the repeated blocks are; found by itself otherwise
+    tensor_parallel = {"blocks.*.up": "colwise", ...}   how tensors are cut; derived by itself otherwise
     defaults = {"batch_size": 64, ...}    any setting of the run
 
 A batch is a pair (input, target), or a dict. Of a dict, "target" (or "labels", "label") goes to the loss and the
@@ -68,7 +69,7 @@ ROLES: dict[str, _Role] = {
     "collate": _Role(("samples",)),
     "forward": _Role(("model", "batch")),
 }
-VALUES: dict[str, type] = {"blocks": str, "defaults": dict}
+VALUES: dict[str, type] = {"blocks": str, "tensor_parallel": dict, "defaults": dict}
 TARGET_KEYS = ("target", "labels", "label")
 
 
@@ -87,6 +88,7 @@ class Task:
     collate: Callable[..., Any] | None = None
     forward: Callable[..., Any] | None = None
     blocks: str | None = None
+    tensor_parallel: Mapping[str, str] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     name: str = "task"
 

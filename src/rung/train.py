@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from rung.batches import Batches, Cut
 from rung.checkpoint import save_weights
-from rung.config import RunConfig
+from rung.config import RunConfig, micro_batch_size
 from rung.metrics import EvalRecord, JsonLines, Ledger, Observer, Sealed, StepRecord, TensorBoard
 from rung.order import mix
 from rung.runtime import Runtime, build_runtime
+from rung.runtime.base import ModelFacts
 from rung.status import StatusWriter
 from rung.strategy import Layout, parse
 from rung.task import Task, load_task
@@ -119,16 +120,23 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
     config = job.config
     status.phase("starting")
     task = job.load()
-    layout = parse(job.strategy, environment_size(), environment_local_size())
+    layout = parse(job.strategy, environment_size(), environment_local_size(), config.schedule)
     with open_world(
         layout, device=config.device, backend=config.backend, timeout_seconds=config.timeout_seconds
     ) as world:
         status.phase("building")
         batches = make_batches(task, config, world)
-        runtime = build_runtime(task, world, config, total_steps=batches.total_steps, status=status)
-        torch.manual_seed(mix(config.seed, world.rank, 1))  # dropout differs between ranks, not between runs
+        runtime = build_runtime(
+            task,
+            world,
+            config,
+            total_steps=batches.total_steps,
+            status=status,
+            dataset=None if batches.is_stream else batches.dataset,
+        )
+        torch.manual_seed(dropout_seed(config.seed, world))
         if world.is_main:
-            describe(task, world, config, batches, runtime.model)
+            describe(task, world, config, batches, runtime.facts)
         for note in runtime.notes:
             log.info("  %s", note)
         told = len(runtime.notes)
@@ -149,8 +157,8 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
                 "strategy": layout.name,
                 "ranks": world.size,
                 "device": world.device.type,
-                "parameters": sum(p.numel() for p in runtime.model.parameters()),
-                "buffers": [name for name, _ in runtime.model.named_buffers()],
+                "parameters": runtime.facts.num_trainable + runtime.facts.num_frozen,
+                "buffers": runtime.facts.buffer_names,
             },
             status=status,
         )
@@ -164,6 +172,11 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
         world.barrier()
     status.phase("finished")
     return summary
+
+
+def dropout_seed(seed: int, world: World) -> int:
+    """Dropout differs between ranks, not between runs. Tensor ranks share activations, so they drop alike."""
+    return mix(seed, world.rank // world.layout.tp, 1)
 
 
 def make_batches(task: Task, config: RunConfig, world: World, *, start_step: int = 0) -> Batches:
@@ -197,11 +210,10 @@ def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
     )
 
 
-def describe(task: Task, world: World, config: RunConfig, batches: Batches, model: nn.Module) -> None:
+def describe(task: Task, world: World, config: RunConfig, batches: Batches, model: ModelFacts) -> None:
     """Say what is about to run, in a few lines."""
     layout: Layout = world.layout
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    trainable, frozen = model.num_trainable, model.num_frozen
     cut = batches.cut
     log.info(
         "%s, %s on %s%s",
@@ -223,7 +235,7 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
 
 
 def _cut(config: RunConfig, world: World) -> Cut:
-    return Cut(config.batch_size, world.layout.num_data_ranks, world.data_rank, config.micro_batch)
+    return Cut(config.batch_size, world.layout.num_data_ranks, world.data_rank, micro_batch_size(config, world.layout))
 
 
 def _is_evaluation_due(every: str, step: int, ends_epoch: bool, is_last: bool) -> bool:

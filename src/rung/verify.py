@@ -22,15 +22,19 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from rung.config import RunConfig, resolve
-from rung.errors import ConfigError, RungError
+from rung.config import RunConfig, micro_batch_size, resolve
+from rung.errors import ConfigError, ModelError, RungError, StrategyError
 from rung.launch.command import prepare
 from rung.launch.local import launch, warm_up
-from rung.strategy import PRESETS, natural_num_ranks, parse
+from rung.runtime import build_runtime
+from rung.strategy import SCHEDULES, Layout, natural_num_ranks, parse
 from rung.task import load_task
+from rung.train import Job
+from rung.world import pretend_world
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 OPTIMIZERS = ("sgd", "task")
+_FOR_CUT_MODELS = ("sequence_parallel", "split", "schedule")  # settings that one process refuses
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Row:
     grad_norms: float = math.nan
     first_differing: str | None = None
     error: str | None = None
+    impossible: str | None = None  # why the task cannot run so at all, where nobody asked for it by name
 
     def largest(self) -> float:
         values = (self.parameters, self.buffers, self.losses, self.grad_norms)
@@ -62,7 +67,7 @@ class Row:
         return "losses or gradient norms differ"
 
     def passes(self, tolerance: float) -> bool:
-        return self.error is None and self._is_same(tolerance)
+        return self.impossible is not None or (self.error is None and self._is_same(tolerance))
 
 
 @dataclass(frozen=True)
@@ -89,15 +94,17 @@ def verify_command(
     warm_up()
     console = Console(file=sys.stderr if as_json else sys.stdout)
     names = choose_strategies(strategies, num_ranks)
+    by_name = {name for name in strategies if name != "all"}
     asked = resolve(load_task(path), flags=flags, assignments=assignments).config
-    alone = {**assignments}
-    alone.pop("offload", None)
+    alone = {key: value for key, value in assignments.items() if key not in ("offload", *_FOR_CUT_MODELS)}
     plan = prepare(path, flags={**flags, "nproc": 1, "strategy": "single", "offload": "none"}, assignments=alone)
     config = replace(
         plan.config,
         precision=precision,
         batch_norm="sync",
         dropout=False,
+        sequence_parallel=asked.sequence_parallel,
+        split=asked.split,
         log_every=1,
         eval_every="never",
         epochs=None,
@@ -119,7 +126,12 @@ def verify_command(
                     progress.update(
                         shown, description=f"{name}, {optimizer} ({len(rows) + 1} of {len(OPTIMIZERS) * len(names)})"
                     )
-                    rows.append(jobs.row(name, natural_num_ranks(name) or num_ranks, optimizer, tolerance))
+                    size = natural_num_ranks(name) or num_ranks
+                    reason = None if name in by_name else jobs.why_impossible(name, size)
+                    if reason is not None:
+                        rows.append(Row(name, optimizer, size, impossible=reason))
+                    else:
+                        rows.append(jobs.row(name, size, optimizer, tolerance))
     failed = [row for row in rows if not row.passes(tolerance)]
     if as_json:
         document = {
@@ -136,18 +148,21 @@ def verify_command(
     console.print(_table(rows, tolerance))
     for row in failed:
         console.print(Text(f"{row.strategy} ({row.optimizer}): {row.reason()}", style="red"), soft_wrap=True)
-    verdict = f"{len(rows) - len(failed)} of {len(rows)} agree with one process to {tolerance:g}"
+    impossible = {row.strategy: row.impossible for row in rows if row.impossible is not None}
+    for name, why in impossible.items():
+        console.print(Text(f"{name}: left out, this task cannot run so: {why}", style="yellow"), soft_wrap=True)
+    ran = [row for row in rows if row.impossible is None]
+    verdict = f"{len(ran) - len(failed)} of {len(ran)} agree with one process to {tolerance:g}"
     console.print(f"[{'red' if failed else 'green'}]{verdict}[/]", highlight=False)
     return 1 if failed else 0
 
 
 def choose_strategies(names: list[str], num_ranks: int) -> list[str]:
-    """The strategies to run, checked against the number of processes. 'all' is every preset that is not an alias."""
+    """The strategies to run, checked against the number of processes. 'all' is `all_strategies`."""
     chosen: list[str] = []
     for name in names:
         if name == "all":
-            every = [preset for preset in PRESETS if preset not in ("single", "fsdp")]
-            chosen += [preset for preset in every if preset != "hsdp" or num_ranks == 1 or num_ranks % 2 == 0]
+            chosen += all_strategies(num_ranks)
         else:
             own = natural_num_ranks(name)
             parse(name, own if own is not None else num_ranks)
@@ -155,6 +170,24 @@ def choose_strategies(names: list[str], num_ranks: int) -> list[str]:
     if not chosen:
         raise ConfigError("no strategy to verify.")
     return list(dict.fromkeys(chosen))
+
+
+def all_strategies(num_ranks: int) -> list[str]:
+    """Every kind of strategy for so many processes: data parallel, tensors and stages cut, and the two composed."""
+    found = ["ddp", "zero1", "zero2", "zero3"]
+    if num_ranks == 1 or num_ranks % 2 == 0:
+        found.append("hsdp")
+    if num_ranks == 1:
+        return found
+    found += [f"tp{num_ranks}", *(f"pp{num_ranks}:{schedule}" for schedule in SCHEDULES)]
+    if num_ranks % 2 == 0 and num_ranks >= 4:
+        half = num_ranks // 2
+        found += [f"pp2,{name}" for name in ("ddp", "zero1", "zero2", "fsdp")]
+        found += ["pp2:interleaved,fsdp", "pp2:zb,fsdp", f"pp2,tp{half}"]
+        found += [f"{name},tp2" for name in ("ddp", "zero1", "zero2", "fsdp")]
+    if num_ranks % 8 == 0:
+        found += ["hsdp,tp2", "pp2,hsdp", "pp2,fsdp,tp2"]
+    return found
 
 
 def compare(trace: Trace, reference: Trace) -> dict[str, Any]:
@@ -193,10 +226,11 @@ class _Jobs:
         self._path, self._arguments, self._config = path, arguments, config
         self._scratch, self._console = scratch, console
         self._references: dict[tuple[str, int | None], Trace] = {}
+        self._reasons: dict[str, str | None] = {}
 
     def row(self, strategy: str, num_ranks: int, optimizer: str, tolerance: float) -> Row:
         try:
-            reference = self._reference(optimizer, num_ranks)
+            reference = self._reference(optimizer, parse(strategy, num_ranks))
             found = compare(self._run(strategy, num_ranks, optimizer, self._config.micro_batch), reference)
         except RungError as error:
             # Its logs lie in a directory that goes with this command.
@@ -205,11 +239,26 @@ class _Jobs:
         differing = [tensor for tensor, difference in found.pop("differing") if not difference <= tolerance]
         return Row(strategy, optimizer, num_ranks, **found, first_differing=differing[0] if differing else None)
 
-    def _reference(self, optimizer: str, num_ranks: int) -> Trace:
+    def why_impossible(self, strategy: str, num_ranks: int) -> str | None:
+        """What stands in the way of a strategy that cuts the model; found in a pretend world, in a moment."""
+        layout = parse(strategy, num_ranks)
+        if not layout.is_composed:
+            return None
+        if strategy not in self._reasons:
+            job = self._job(strategy, num_ranks, "sgd", self._config.micro_batch, None)
+            self._reasons[strategy] = None
+            try:
+                with pretend_world(layout) as world:
+                    build_runtime(job.load(), world, replace(job.config, device="cpu"))
+            except (StrategyError, ModelError) as error:
+                self._reasons[strategy] = str(error)
+        return self._reasons[strategy]
+
+    def _reference(self, optimizer: str, layout: Layout) -> Trace:
         """One process with the same micro-batches: batch norm sees micro-batches, so their samples must be the same."""
-        micro = self._config.micro_batch
+        micro = micro_batch_size(self._config, layout)
         if micro is not None:
-            micro = min(micro * num_ranks, self._config.batch_size)
+            micro = min(micro * layout.num_data_ranks, self._config.batch_size)
         key = (optimizer, micro)
         if key not in self._references:
             self._references[key] = self._run("single", 1, optimizer, micro)
@@ -218,13 +267,8 @@ class _Jobs:
     def _run(self, strategy: str, num_ranks: int, optimizer: str, micro_batch: int | None) -> Trace:
         from safetensors.torch import load_file
 
-        from rung.train import Job
-
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        offload = self._offload if parse(strategy, num_ranks).shards_parameters else "none"
-        config = replace(self._config, strategy=strategy, nproc=num_ranks, micro_batch=micro_batch, offload=offload)
-        task = str(Path(self._path).resolve())
-        job = Job(task, strategy, config, self._arguments, str(folder), plain_sgd=optimizer == "sgd")
+        job = self._job(strategy, num_ranks, optimizer, micro_batch, folder)
         launch(job, num_ranks, console=self._console, quiet=True)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps = [row for row in rows if row["event"] == "step"]
@@ -233,6 +277,22 @@ class _Jobs:
         shutil.rmtree(folder)
         losses, norms = ([float(row[key]) for row in steps] for key in ("loss", "grad_norm"))
         return Trace(losses, norms, tensors, set(buffers))
+
+    def _job(self, strategy: str, num_ranks: int, optimizer: str, micro_batch: int | None, folder: Path | None) -> Job:
+        layout = parse(strategy, num_ranks)
+        config = replace(
+            self._config,
+            strategy=strategy,
+            nproc=num_ranks,
+            micro_batch=micro_batch,
+            offload=self._offload if layout.shards_parameters else "none",
+            sequence_parallel=self._config.sequence_parallel and layout.tp > 1,
+            split=self._config.split if layout.pp > 1 else None,
+            schedule=None,
+        )
+        task = str(Path(self._path).resolve())
+        where = str(folder) if folder is not None else None
+        return Job(task, strategy, config, self._arguments, where, plain_sgd=optimizer == "sgd")
 
 
 def _difference(value: Any, other: Any) -> float:
@@ -262,10 +322,12 @@ def _table(rows: list[Row], tolerance: float) -> Table:
         table.add_column(column, justify="left" if column in ("strategy", "optimizer", "") else "right")
     for row in rows:
         figures = [f"{value:.1e}" for value in (row.parameters, row.buffers, row.losses, row.grad_norms)]
-        if row.error is not None:
+        if row.error is not None or row.impossible is not None:
             figures = ["-"] * 4
         verdict = (
-            "[green]same[/green]"
+            "[yellow]left out[/yellow]"
+            if row.impossible is not None
+            else "[green]same[/green]"
             if row.passes(tolerance)
             else "[red]DIFFERS[/red]"
             if row.error is None

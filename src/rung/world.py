@@ -39,6 +39,7 @@ class World:
     mesh: DeviceMesh | None
     pretend: bool = False
     _fake_mode: Any = field(default=None, repr=False)
+    _data_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -52,7 +53,17 @@ class World:
     @property
     def data_rank(self) -> int:
         """Which share of the batch this rank reads, of `layout.num_data_ranks`."""
-        return self.rank
+        return self.layout.data_rank(self.rank)
+
+    @property
+    def stage(self) -> int:
+        """Which of the pipeline's ranks this one is."""
+        return self.layout.coordinates(self.rank)["pp"]
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank tells the loss of its share: tensor ranks all have it, and only the last stage has it."""
+        return self.layout.counts_loss(self.rank)
 
     def axis(self, *names: str) -> DeviceMesh:
         """The sub-mesh of some axes. Called outside fake tensors, because meshes hold real ones."""
@@ -62,10 +73,28 @@ class World:
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that read different samples of one batch."""
-        group = dist.group.WORLD
-        assert group is not None
-        return group
+        """The ranks that read different samples of one batch, and hold the same part of the model."""
+        if not self.layout.is_composed:
+            group = dist.group.WORLD
+            assert group is not None
+            return group
+        names = [name for name in ("dp_replicate", "dp_shard") if self.layout.axes[name] > 1]
+        if len(names) < 2:
+            return self.axis(names[0] if names else "dp_shard").get_group()
+        if self._data_mesh is None:
+            with fakes.outside_fakes() if self.pretend else nullcontext():
+                self._data_mesh = self.axis("dp_replicate", "dp_shard")._flatten("dp")
+        return self._data_mesh.get_group()
+
+    @property
+    def data_source(self) -> int:
+        """The global rank of the first among `data_group`."""
+        return dist.get_global_rank(self.data_group, 0)
+
+    @property
+    def fake_mode(self) -> Any:
+        """The mode of this world's tensors where they hold no data, else None."""
+        return self._fake_mode
 
     def tensors(self) -> AbstractContextManager[Any]:
         """Around materialising and stepping: nothing in the real world, fake tensors in a pretend one."""
@@ -130,6 +159,14 @@ class World:
         dist.all_gather(everyone, own)
         return [row.tolist() for row in everyone]
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Any value of every rank, on every rank; of this rank alone in a pretend world."""
+        if self.size == 1 or self.pretend:
+            return [value]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
     def barrier(self) -> None:
         if self.size > 1 and not self.pretend:
             dist.all_reduce(torch.zeros(1))
@@ -179,8 +216,7 @@ def open_world(
         dist.init_process_group(name, rank=rank, world_size=size, timeout=timeout)
     else:  # one process that nobody launched
         dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
-    mesh = init_device_mesh(where.type, tuple(layout.axes.values()), mesh_dim_names=tuple(layout.axes))
-    world = World(layout, rank, size, local_rank, where, name, mesh)
+    world = World(layout, rank, size, local_rank, where, name, _make_mesh(layout, where))
     try:
         yield world
     except BaseException:
@@ -201,13 +237,20 @@ def pretend_world(layout: Layout, *, rank: int = 0, device: str = "cpu", fake: b
     mesh = None
     if layout.is_distributed:
         fakes.open_fake_group(rank, layout.num_ranks)
-        mesh = init_device_mesh(where.type, tuple(layout.axes.values()), mesh_dim_names=tuple(layout.axes))
+        mesh = _make_mesh(layout, where)
     mode = fakes.new_fake_mode() if fake else None
     world = World(layout, rank, layout.num_ranks, 0, where, "fake", mesh, pretend=True, _fake_mode=mode)
     try:
-        yield world
+        with fakes.real_meshes() if fake else nullcontext():
+            yield world
     finally:
         world.close()
+        fakes.forget_meshes()
+
+
+def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    axes = {name: size for name, size in layout.axes.items() if size > 1 or name.startswith("dp_")}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def choose_device(device: str, backend: str, local_rank: int, local_size: int) -> torch.device:
@@ -238,10 +281,10 @@ def choose_backend(backend: str, device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def broadcast_from_main(tensor: torch.Tensor) -> None:
-    """Rank 0's values to all, in place. As bytes: gloo does not know every type."""
+def broadcast_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """The values of a (global) rank to all of its group, in place. As bytes: gloo does not know every type."""
     assert tensor.is_contiguous()
-    dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)
+    dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=source, group=group)
 
 
 def gather_flat(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -7,21 +7,40 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rung.config import RunConfig
+from rung.parallel.materialize import is_absent
 from rung.runtime import build_runtime
 from rung.strategy import parse
+from rung.task import Task
 from rung.train import make_batches, make_eval_batches, run
 from rung.world import pretend_world
-from tests.matrix import STRATEGIES
-from tests.tasks import TASKS
+from tests.tasks import TASKS, TinyGPT, text_task
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "single")
+COMPOSED = (
+    "tp64",
+    "ddp,tp4",
+    "zero1,tp4",
+    "zero2,tp4",
+    "fsdp,tp4",
+    "hsdp4x4,tp4",
+    "pp4,ddp",
+    "pp4:gpipe,ddp",
+    "pp2:interleaved,ddp",
+    "pp4:zb,ddp",
+    "pp4,zero1",
+    "pp4,zero2",
+    "pp4,fsdp",
+    "pp4:zb,fsdp",
+    "pp2:interleaved,fsdp",
+    "pp4,hsdp4x4",
+    "pp4,ddp,tp2",
+    "pp4,fsdp,tp4",
+)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", ["babycnn", "gpt"])
-def test_two_steps_of_64_ranks(strategy: str, model: str) -> None:
-    size = 1 if strategy == "single" else 64
-    config = RunConfig(batch_size=64, micro_batch=1 if size > 1 else 32, steps=2, clip=1.0, device="cpu")
-    task = TASKS[model]()
-    with pretend_world(parse(strategy, size), rank=size // 2) as world:
+def pretend(task: Task, strategy: str, size: int, rank: int, micro_batch: int | None) -> None:
+    config = RunConfig(batch_size=64, micro_batch=micro_batch, steps=2, clip=1.0, device="cpu")
+    with pretend_world(parse(strategy, size), rank=rank) as world:
         runtime = build_runtime(task, world, config, total_steps=2)
         summary = run(
             runtime,
@@ -30,18 +49,42 @@ def test_two_steps_of_64_ranks(strategy: str, model: str) -> None:
             config=config,
             evaluation=lambda: make_eval_batches(task, config, world),
         )
-        parameter = next(runtime.model.parameters())
+        parameter = next(p for p in runtime.model.parameters() if not is_absent(p))
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        others = [p for p in runtime.model.parameters() if is_absent(p)]
+        assert bool(others) == (world.layout.pp > 1), "a stage keeps its own parameters only"
     assert summary.steps == 2
     assert summary.evaluation is not None
     assert isinstance(local, FakeTensor)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", ["babycnn", "gpt"])
+def test_two_steps_of_64_ranks(strategy: str, model: str) -> None:
+    size = 1 if strategy == "single" else 64
+    pretend(TASKS[model](), strategy, size, size // 2, 1 if size > 1 else 32)
+
+
+@pytest.mark.parametrize("strategy", COMPOSED)
+@pytest.mark.parametrize("model", ["babycnn", "gpt"])
+def test_two_steps_of_64_ranks_in_each_stage(strategy: str, model: str) -> None:
+    layout = parse(strategy, 64)
+    if model == "babycnn" and layout.pp == 1:
+        pytest.skip("its only linear layer is covered with the stages")
+    each = layout.num_ranks // layout.pp
+    for stage in range(layout.pp):
+        pretend(TASKS[model](), strategy, 64, stage * each + each // 2, None if layout.num_data_ranks < 16 else 2)
+
+
+@pytest.mark.parametrize("stage", [0, 31, 63])
+def test_64_stages(stage: int) -> None:
+    task = text_task(model=lambda: TinyGPT(layers=64))
+    pretend(task, "pp64", 64, stage, 1)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp8x8"])
 def test_state_bytes_of_a_large_world_are_a_rank_s_share(strategy: str) -> None:
     """A model that would not fit this machine 64 times over: only its shapes are needed."""
-    from tests.tasks import TinyGPT, text_task
-
     task = text_task(
         model=lambda: TinyGPT(1024, 1024, 2, 6),
         optimizer=lambda model: torch.optim.AdamW(model.parameters()),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rung.config import RunConfig
+from rung.config import RunConfig, micro_batch_size
+from rung.strategy import parse
 from tests.harness import on_ranks
 from tests.matrix import BATCH_SIZE, ROWS, Row
 from tests.parity import by_hand, largest_difference, with_rung
@@ -20,15 +21,22 @@ def test_strategy_matches_one_process(row: Row) -> None:
     expected = by_hand(make_task(), config, row.global_micro_batch)
     found = on_ranks(with_rung, row.num_ranks, make_task, row.strategy, config)
     assert largest_difference(expected, found[0]) < 1e-9
-    assert all(rank.losses == found[0].losses for rank in found), "the logged loss is the same on all ranks"
+    for rank in found:
+        assert rank.losses == found[0].losses, "the logged loss is the same on all ranks"
+        assert rank.norms == pytest.approx(found[0].norms, abs=1e-12), "and so is the gradient norm"
+        assert rank.evaluation == found[0].evaluation
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", "pp4", "pp2:zb,ddp2", "pp2,fsdp2", "fsdp2,tp2", "pp2,tp2"]
+)
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_loss_weighted_by_tokens_matches_one_process(strategy: str, micro_batch: int | None) -> None:
     """Padded text: micro-batches count by their tokens, and some have none at all."""
     config = RunConfig(batch_size=25, micro_batch=micro_batch, steps=5, precision="fp64", clip=0.5, device="cpu")
-    expected = by_hand(TASKS["padded"](), config, None if micro_batch is None else micro_batch * 4)
+    layout = parse(strategy, 4)
+    taken = micro_batch_size(config, layout)
+    expected = by_hand(TASKS["padded"](), config, None if taken is None else taken * layout.num_data_ranks)
     found = on_ranks(with_rung, 4, TASKS["padded"], strategy, config)
     assert largest_difference(expected, found[0]) < 1e-9
 
@@ -46,4 +54,15 @@ def test_adamw_matches_one_process(strategy: str) -> None:
     config = RunConfig(batch_size=25, steps=6, precision="fp64", device="cpu")
     expected = by_hand(TASKS["adamw"](), config)
     found = on_ranks(with_rung, 2, TASKS["adamw"], strategy, config)
+    assert largest_difference(expected, found[0]) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "tp4", "pp4", "fsdp2,tp2", "pp2,ddp2", "pp2:zb,zero1x2"])
+def test_clipping_far_below_the_norm_scales_by_the_true_one(strategy: str) -> None:
+    """At 0.1 every step is clipped: a norm that missed a stage or counted a tied weight twice would show at once."""
+    config = RunConfig(batch_size=24, micro_batch=3, steps=6, precision="fp64", clip=0.1, device="cpu")
+    layout = parse(strategy, 4)
+    expected = by_hand(TASKS["text"](), config, 3 * layout.num_data_ranks)
+    assert min(expected.norms) > 0.1
+    found = on_ranks(with_rung, 4, TASKS["text"], strategy, config)
     assert largest_difference(expected, found[0]) < 1e-9

@@ -110,7 +110,7 @@ def test_contradictions_are_refused_before_anything_starts() -> None:
 def test_every_flag_of_the_issue_is_a_setting_of_file_and_task() -> None:
     asked = (
         "strategy nproc batch_size micro_batch steps epochs seed shuffle precision clip compile "
-        "activation_checkpointing offload shard_by out"
+        "activation_checkpointing offload shard_by out schedule split sequence_parallel"
     )
     assert set(FLAGS) == set(asked.split())
     assert set(FLAGS) <= set(SETTINGS)

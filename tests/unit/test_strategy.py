@@ -38,7 +38,7 @@ def test_hsdp_shards_inside_a_host_when_there_are_several() -> None:
 @pytest.mark.parametrize(
     ("text", "size", "words"),
     [
-        ("dpp", 2, ["no strategy 'dpp'", "Did you mean 'ddp'"]),
+        ("dpp", 2, ["no strategy 'dpp'", "Did you mean"]),
         ("fdsp", 2, ["Did you mean 'fsdp'"]),
         ("single", 2, ["one process", "--nproc 1", "'ddp'"]),
         ("single1", 1, ["takes no size"]),
@@ -49,7 +49,7 @@ def test_hsdp_shards_inside_a_host_when_there_are_several() -> None:
         ("zero14", 4, ["no strategy 'zero14'"]),
         ("ddp0", 1, ["no strategy 'ddp0'"]),
         ("", 1, ["no strategy ''"]),
-        ("ddp2,fsdp2", 4, ["one name", "hsdpRxS"]),
+        ("ddp2,fsdp2", 4, ["two answers", "hsdpRxS"]),
         ("ddp", 0, ["at least one process"]),
     ],
 )
@@ -75,3 +75,66 @@ def test_the_lowest_rung_is_the_default() -> None:
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_every_preset_describes_itself(name: str) -> None:
     assert name in parse(name, 1 if name == "single" else 4).describe()
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "name", "axes"),
+    [
+        ("pp2,fsdp,tp2", 8, "pp2,fsdp2,tp2", (2, 1, 2, 2)),
+        ("tp2,fsdp,pp2", 8, "pp2,fsdp2,tp2", (2, 1, 2, 2)),
+        ("pp2,ddp2", 4, "pp2,ddp2", (2, 2, 1, 1)),
+        ("pp2:zb,zero1", 8, "pp2:zb,zero1x4", (2, 1, 4, 1)),
+        ("pp4:1f1b", 4, "pp4", (4, 1, 1, 1)),
+        ("pp", 3, "pp3", (3, 1, 1, 1)),
+        ("tp", 4, "tp4", (1, 1, 1, 4)),
+        ("hsdp2x2,tp2", 8, "hsdp2x2,tp2", (1, 2, 2, 2)),
+        ("hsdp,tp4", 32, "hsdp2x4,tp4", (1, 2, 4, 4)),
+        ("pp2,tp", 6, "pp2,tp3", (2, 1, 1, 3)),
+    ],
+)
+def test_compositions(text: str, size: int, name: str, axes: tuple[int, ...]) -> None:
+    layout = parse(text, size)
+    assert layout.name == name
+    assert tuple(layout.axes.values()) == axes
+    assert layout.num_ranks == size
+    assert parse(layout.name, size) == layout, "the full name means the same"
+
+
+def test_unsized_hsdp_shards_the_data_ranks_of_one_host() -> None:
+    assert parse("hsdp,tp2", 16, ranks_per_host=8).axes == {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "words"),
+    [
+        ("pp2,fsdp4", 4, ["8 processes", "the job has 4", "--nproc 8", "'pp2,fsdp'"]),
+        ("pp3,fsdp", 4, ["take 3 processes", "does not divide 4"]),
+        ("pp,fsdp", 4, ["pp and fsdp have no size"]),
+        ("pp2,pp2", 4, ["two answers"]),
+        ("pp2:gpip", 2, ["no schedule 'gpip'", "Did you mean 'gpipe'"]),
+        ("ddp2:gpipe", 2, ["only pp has a schedule"]),
+        ("single,tp2", 2, ["cannot be composed"]),
+        ("pp2,fdsp2", 4, ["no strategy 'fdsp2'", "Did you mean 'fsdp'"]),
+    ],
+)
+def test_compositions_that_cannot_be(text: str, size: int, words: list[str]) -> None:
+    with pytest.raises(StrategyError) as error:
+        parse(text, size)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_schedule_is_named_once() -> None:
+    assert parse("pp2", 2, schedule="gpipe").schedule == "gpipe"
+    assert parse("pp2:zb", 2, schedule="zb").name == "pp2:zb"
+    with pytest.raises(StrategyError, match="Keep one of them"):
+        parse("pp2:zb", 2, schedule="gpipe")
+
+
+def test_ranks_and_their_places() -> None:
+    layout = parse("pp2,hsdp2x2,tp2", 16)
+    assert layout.coordinates(13) == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 1}
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    telling = [rank for rank in range(16) if layout.counts_loss(rank)]
+    assert telling == [8, 10, 12, 14], "the first of each tensor group on the last stage"
+    assert sorted(layout.data_rank(rank) for rank in telling) == [0, 1, 2, 3]

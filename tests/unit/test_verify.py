@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from rung.strategy import parse
 from rung.verify import Row, Trace, choose_strategies, compare
 
 
@@ -31,6 +32,18 @@ def test_a_row_passes_only_if_everything_is_the_same() -> None:
 
 
 def test_all_is_every_strategy_that_fits() -> None:
-    assert choose_strategies(["all"], 2) == ["ddp", "zero1", "zero2", "zero3", "hsdp"]
-    assert choose_strategies(["all"], 3) == ["ddp", "zero1", "zero2", "zero3"]
+    data = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+    assert choose_strategies(["all"], 1) == data
+    cut = ["tp2", "pp2:gpipe", "pp2:1f1b", "pp2:interleaved", "pp2:zb"]
+    assert choose_strategies(["all"], 2) == [*data, *cut]
+    assert "hsdp" not in choose_strategies(["all"], 3)
+    for size in (1, 2, 3, 4, 6, 8):
+        for name in choose_strategies(["all"], size):
+            assert parse(name, size).num_ranks == size
+    assert {"pp2,fsdp", "fsdp,tp2", "pp2,tp2"} <= set(choose_strategies(["all"], 4))
+    assert "pp2,fsdp,tp2" in choose_strategies(["all"], 8)
     assert choose_strategies(["ddp", "hsdp2x2", "ddp"], 2) == ["ddp", "hsdp2x2"]
+
+
+def test_a_strategy_that_cannot_be_is_no_failure_unless_it_was_named() -> None:
+    assert Row("pp8", "sgd", 8, impossible="too few parts").passes(1e-9)

@@ -57,7 +57,7 @@ def prepare(
         num_ranks = _num_gpus() if config.device != "cpu" else 0
     num_ranks = num_ranks or 1
     strategy = config.strategy or default_name(num_ranks)
-    layout = parse(strategy, num_ranks, num_ranks)
+    layout = parse(strategy, num_ranks, num_ranks, config.schedule)
     refuse_contradictions(config, layout)
     task.bind(resolved.arguments)
     device = choose_device(config.device, config.backend, 0, num_ranks)

@@ -1,59 +1,246 @@
 """From a plain module to one that is spread over the world: the one place where the order of transformations stands.
 
-batch norm -> activation checkpointing -> compile -> shard. Storage comes from `Weights.fill` as the last step needs it.
-DDP is not here: it is a wrapper around a finished module and belongs to the runtime.
+split into stages -> batch norm -> activation checkpointing -> compile -> for each unit: storage, cut tensors, shard.
+Storage comes piece by piece from `Weights.fill`, because a whole model need not fit. DDP is not here: it is a wrapper
+around a finished module and belongs to the runtime.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rung.config import RunConfig
-from rung.errors import ModelError
+from rung.errors import ModelError, StrategyError
 from rung.parallel.activation import apply_activation_checkpointing
 from rung.parallel.batchnorm import SyncBatchNorm, batch_norms, synchronise_batch_norm
 from rung.parallel.blocks import find_blocks
-from rung.parallel.materialize import Weights
-from rung.parallel.sharding import apply_sharding
+from rung.parallel.materialize import Weights, is_absent
+from rung.parallel.pipeline import Conductor, StagePart, places_of
+from rung.parallel.rehearsal import Rehearser
+from rung.parallel.sharding import Sharding, choose_units, gathered_type, without_shared
+from rung.parallel.stages import Stages, cut, parts_of
+from rung.parallel.tensor import apply_sequence_parallel, apply_tensor_plan
+from rung.parallel.tensor_plan import TensorPlan, make_plan
+from rung.task import Task
 from rung.world import World
 
-__all__ = ["parallelize"]
+__all__ = ["Spread", "parallelize"]
 
 
-def parallelize(weights: Weights, world: World, config: RunConfig, blocks: str | None) -> tuple[nn.Module, list[str]]:
-    """The model with storage, spread as the layout says; and notes for the user on what was done."""
+@dataclass
+class Spread:
+    """A model that is spread over the world, and what was done to it."""
+
+    model: nn.Module
+    notes: list[str]
+    roots: list[nn.Module]  # what is sharded as a whole: the model, or this rank's stages
+    plan: TensorPlan | None = None
+    stages: Stages | None = None
+    parts: list[StagePart] = field(default_factory=list)
+    rehearser: Rehearser | None = None
+
+
+def parallelize(
+    weights: Weights,
+    world: World,
+    config: RunConfig,
+    task: Task,
+    run: Callable[[nn.Module, Any], Any],
+    example: Any = None,
+) -> Spread:
+    """The model with storage, spread as the layout says.
+
+    `run` calls a model on a batch, and `example` is a batch of the task; both are needed where the model itself is cut.
+    """
     model = weights.model
     assert model is not None
     notes: list[str] = []
-    layout = world.layout
+    layout, blocks = world.layout, task.blocks
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient; there is nothing to train.")
 
     if not config.dropout:
         turn_off_dropout(model)
 
-    if batch_norms(model) and layout.num_data_ranks > 1:
-        if config.batch_norm == "sync":
-            synchronise_batch_norm(model, world.data_group)
-            notes.append("batch norm: sync, statistics of the whole micro-batch over all ranks")
-        else:
-            notes.append("batch norm: local, each rank normalises by its own samples; rank 0's statistics are kept")
+    spread = Spread(model, notes, roots=[model])
+    if layout.is_composed:
+        spread.rehearser = Rehearser(model, run, world.device, weights.mode)
+        spread.rehearser.parameter_dtype = gathered_type(world, config)
+    if layout.tp > 1:
+        spread.plan = _plan_tensors(spread, task, world, config, example)
+    if layout.pp > 1:
+        spread.stages = _split(spread, weights, world, config, blocks, example)
+
+    _treat_batch_norm(model, world, config, notes)
 
     if config.activation_checkpointing != "none":
         apply_activation_checkpointing(
             [block for _, block in find_blocks(model, blocks)], config.activation_checkpointing
         )
 
-    if config.compile and layout.shards_parameters:
-        # Block by block: the gathering between blocks cannot be compiled. Whole models are compiled by the runtime.
+    if config.compile and (layout.uses_fully_shard or layout.is_composed):
+        # Block by block: the communication between blocks cannot be compiled. Whole models are compiled by the runtime.
         for _, block in find_blocks(model, blocks):
-            block.compile()
+            if layout.pp > 1:
+                block.forward = torch.compile(block.forward)
+            else:
+                block.compile()
 
-    if layout.shards_parameters:
-        notes += apply_sharding(model, world, config, blocks, weights.fill)
+    _give_storage(spread, weights, world, config, blocks)
+    return spread
+
+
+def _plan_tensors(spread: Spread, task: Task, world: World, config: RunConfig, example: Any) -> TensorPlan:
+    rehearser = spread.rehearser
+    assert rehearser is not None
+    plan = make_plan(
+        rehearser.twin,
+        world.layout.tp,
+        given=task.tensor_parallel,
+        run=rehearser.run(example),
+        device=world.device,
+        mode=rehearser.mode,
+        blocks=task.blocks,
+        sequence_parallel=config.sequence_parallel,
+    )
+    origin = {"task": "the task's plan", "model": "the model's own plan"}.get(plan.source, "derived")
+    spread.notes.append(f"tensor parallel: {len(plan.styles)} modules cut in {world.layout.tp} ({origin})")
+    if plan.whole:
+        spread.notes.append(f"tensor parallel: whole on every rank: {', '.join(plan.whole)}")
+    spread.notes += plan.notes
+    return plan
+
+
+def _split(
+    spread: Spread, weights: Weights, world: World, config: RunConfig, blocks: str | None, example: Any
+) -> Stages:
+    """Cut into stages, and let this rank keep what its own need."""
+    rehearser = spread.rehearser
+    assert rehearser is not None
+    layout = world.layout
+    rehearser.is_part = parts_of(rehearser.twin, blocks)
+    stages = cut(rehearser.twin, rehearser(example), layout.num_stages, config.split)
+    spread.notes += stages.describe()
+    own = set(own_stages(world))
+    parts = {name for stage in range(layout.num_stages) for name in stages.modules_of(stage)}
+    elsewhere = {name for name in parts if not stages.stages_of_module(name) & own}
+
+    def keeps(name: str) -> bool:
+        if name in stages.holders:
+            return bool(own & set(stages.holders[name]))
+        # A buffer: with the part that it belongs to, or on every rank.
+        return not any(name.startswith(f"{part}.") for part in elsewhere)
+
+    weights.keep_only(keeps)
+    if layout.zero == 3:
+        spread.notes.append(
+            f"{layout.name}: parameters are gathered anew for each micro-batch; zero2 or zero1 gathers once a step"
+        )
+    if layout.zero >= 2 and layout.schedule == "zb":
+        spread.notes.append(
+            f"{layout.name}: with zero bubble parameters stay gathered and gradients whole until the end of a step"
+        )
+    return stages
+
+
+def own_stages(world: World) -> list[int]:
+    return list(range(world.stage, world.layout.num_stages, world.layout.pp))
+
+
+def _treat_batch_norm(model: nn.Module, world: World, config: RunConfig, notes: list[str]) -> None:
+    if not batch_norms(model):
+        return
+    if world.layout.num_data_ranks > 1:
+        if config.batch_norm == "sync":
+            synchronise_batch_norm(model, world.data_group)
+            notes.append("batch norm: sync, statistics of the whole micro-batch over all ranks")
+        else:
+            notes.append("batch norm: local, each rank normalises by its own samples; rank 0's statistics are kept")
+    elif world.layout.pp > 1:
+        notes.append("batch norm: statistics of each micro-batch, as one process would have with --micro-batch")
+
+
+def _give_storage(spread: Spread, weights: Weights, world: World, config: RunConfig, blocks: str | None) -> None:
+    """Unit by unit: fill, cut tensors, shard. All ranks walk the same way, whatever they keep of it."""
+    model, stages, layout = spread.model, spread.stages, world.layout
+    sharding = Sharding(world, config, spread.notes) if layout.uses_fully_shard else None
+    if sharding is not None:
+        sharding.refuse_scalars(model)
+    units = choose_units(model, config.shard_by, blocks) if sharding is not None or layout.tp > 1 else []
+    if stages is not None:  # a unit is called as a whole, so it must lie within a part
+        units = [(n, m) for n, m in units if any(n == part or n.startswith(f"{part}.") for part in stages.calls)]
+    units = without_shared(model, units, spread.notes)
+
+    def prepare(name: str, module: nn.Module) -> None:
+        weights.fill(module)
+        if spread.plan is not None and not any(is_absent(p) for p in module.parameters()):
+            with world.tensors():
+                apply_tensor_plan(module, name, spread.plan, world.axis("tp"))
+
+    for name, unit in units:
+        prepare(name, unit)
+        if sharding is not None and not any(is_absent(p) for p in unit.parameters()):
+            sharding.apply(unit)
+    if stages is None:
+        prepare("", model)
     else:
         weights.fill(model)
-    return model, notes
+        _make_parts(spread, world)
+    if spread.plan is not None and spread.plan.sequence_blocks:
+        _apply_sequence_parallel(spread, world)
+    if sharding is not None:
+        for root in spread.roots:
+            sharding.apply(root, is_root=True)
+        for part in spread.parts:
+            part.show_parameters()
+        sharding.finish(spread.roots, has_units=bool(units))
+
+
+def _make_parts(spread: Spread, world: World) -> None:
+    """The stages of this rank as modules, their tensors cut."""
+    model, stages = spread.model, spread.stages
+    assert stages is not None
+    own = own_stages(world)
+    places = places_of(model)
+    for name in dict.fromkeys(stages.calls):
+        here = stages.stages_of_module(name) & set(own)
+        if len(here) > 1 and world.layout.uses_fully_shard:
+            raise StrategyError(
+                f"{name} is called in stages {sorted(here)}, which lie on one rank; it cannot be sharded with both. "
+                "Use --schedule 1f1b, or a split that keeps its calls together."
+            )
+        module = model.get_submodule(name)
+        if here and spread.plan is not None:
+            with world.tensors():
+                apply_tensor_plan(module, name, spread.plan, world.axis("tp"))
+    for shared in places.values():  # one of them may have been cut, the others follow
+        cut_one = next(
+            (owner._parameters[key] for owner, key in shared if isinstance(owner._parameters[key], DTensor)), None
+        )
+        for owner, key in shared if cut_one is not None else []:
+            owner._parameters[key] = cut_one
+    conductor = Conductor(model, stages, expects_data=world.has_storage)
+    spread.parts = [StagePart(conductor, stage) for stage in own]
+    spread.roots = list(spread.parts)
+
+
+def _apply_sequence_parallel(spread: Spread, world: World) -> None:
+    """Each run of blocks that this rank has without a break cuts its input and gathers its output."""
+    assert spread.plan is not None
+    groups = [list(spread.plan.sequence_blocks)]
+    if spread.stages is not None:
+        groups = [spread.stages.modules_of(stage) for stage in own_stages(world)]
+    for group in groups:
+        blocks = [(n, spread.model.get_submodule(n)) for n in group if n in spread.plan.sequence_blocks]
+        if blocks:
+            with world.tensors():
+                apply_sequence_parallel(blocks, spread.plan, world.axis("tp"))
 
 
 def sync_batch_norms(model: nn.Module) -> list[SyncBatchNorm]:

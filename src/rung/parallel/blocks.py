@@ -14,6 +14,12 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str,
 
     A model without such a list is cut at its top level: each child that has parameters is a block.
     """
+    found = find_list_of_blocks(model, pattern)
+    return found or [(name, child) for name, child in model.named_children() if num_parameters(child) > 0]
+
+
+def find_list_of_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str, nn.Module]]:
+    """The blocks by the pattern, or the children of the largest list of like modules; none if there is no such list."""
     named = [(name, module) for name, module in model.named_modules() if name]
     if pattern is not None:
         found = [(n, m) for n, m in named if fnmatch.fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")]
@@ -32,9 +38,7 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str,
         size = num_parameters(module)
         if len(children) >= 2 and len(kinds) == 1 and size > best_size:
             best, best_size = children, size
-    if best:
-        return best
-    return [(name, child) for name, child in model.named_children() if num_parameters(child) > 0]
+    return best
 
 
 def num_parameters(module: nn.Module) -> int:

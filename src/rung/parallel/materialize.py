@@ -3,10 +3,14 @@
 Every rank builds the model without storage (on the meta device); the main rank also builds it for real on the host.
 Storage is then made for one piece at a time, filled by a broadcast from the main rank, and may be sharded before the
 next piece comes. So no rank but the main one ever holds the whole model, and the weights do not depend on the layout.
+
+A rank of a pipeline keeps the pieces of its own stages. In place of the others it has tensors without data, so that the
+model keeps its form and its own forward can run up to what this rank computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from rung import fakes
 from rung.errors import ModelError
 from rung.generators import seed_generators
 from rung.task import Task
-from rung.world import World, broadcast_from_main
+from rung.world import World, broadcast_from
 
 
 class Weights:
@@ -40,6 +45,8 @@ class Weights:
                 self.model = source
         assert self.model is not None
         self._names = _names_of(self.model)
+        self._keeps: Callable[[str], bool] = lambda name: True
+        self.mode = world.fake_mode or fakes.new_fake_mode()  # of the tensors that stand for absent ones
         # By identity of the skeleton's tensors, so that tied weights are one entry.
         self._source: dict[str, Tensor] = {}
         if self.is_skeleton and source is not None:
@@ -64,50 +71,102 @@ class Weights:
         if device == "cpu":
             _refuse_shared_storage(model, task.name)
         if self._dtype is not None:
-            model._apply(self._converted)  # type: ignore[no-untyped-call]
+            self._convert(model)
         return model
 
-    def _converted(self, tensor: Tensor) -> Tensor:
+    def _convert(self, model: nn.Module) -> None:
+        """Every floating tensor in the type asked for. Not by `model.to`, which cannot do it to fake tensors."""
         assert self._dtype is not None
-        if tensor.is_complex():
-            return tensor.to(self._dtype.to_complex())
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        done: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its identity stays its own
+        for owner in model.modules():
+            for registry in (owner._parameters, owner._buffers):
+                for key, tensor in list(registry.items()):
+                    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+                        continue
+                    if id(tensor) not in done:
+                        wanted = self._dtype.to_complex() if tensor.is_complex() else self._dtype
+                        value = tensor.detach().to(wanted)
+                        if isinstance(tensor, nn.Parameter):
+                            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                        value.__dict__.update(tensor.__dict__)
+                        done[id(tensor)] = tensor, value
+                    put_tensor(owner, key, done[id(tensor)][1])
+
+    def keep_only(self, keeps: Callable[[str], bool]) -> None:
+        """Which tensors, by name, belong to this rank. The others are left without data."""
+        self._keeps = keeps
 
     def fill(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Give storage and values to every tensor of `module` that has none yet."""
+        """Give storage and values to every tensor of `module` that has none yet.
+
+        All ranks call it for the same modules in the same order, whether they keep them or not.
+        """
         device = device or self._world.device
         done: dict[int, Tensor] = {}  # by identity, so that tied weights stay tied
         with self._world.tensors(), torch.no_grad():
             for owner in module.modules():
                 for registry in (owner._parameters, owner._buffers):
                     for key, tensor in list(registry.items()):
-                        if tensor is None or isinstance(tensor, DTensor) or tensor.device == device:
-                            continue  # nothing there, sharded already, or in its place
+                        if tensor is None or isinstance(tensor, DTensor):
+                            continue
                         if id(tensor) not in done:
-                            done[id(tensor)] = self._in_place(tensor, device)
-                        if isinstance(tensor, nn.Parameter):
-                            setattr(owner, key, done[id(tensor)])  # by name: recurrent layers keep a list beside it
-                        else:
-                            owner._buffers[key] = done[id(tensor)]
+                            # Forgotten once it is dealt with: its identity may become another tensor's.
+                            name = self._names.pop(id(tensor), None)
+                            if name is None:
+                                continue
+                            if not self._keeps(name):
+                                done[id(tensor)] = self._let_go(tensor, name, device)
+                            elif tensor.device == device:
+                                continue  # in its place already
+                            else:
+                                done[id(tensor)] = self._in_place(tensor, name, device)
+                        put_tensor(owner, key, done[id(tensor)])
 
-    def _in_place(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def _in_place(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
         """The tensor with storage on `device`, and its seeded values."""
-        value = self._value(tensor).to(device) if _on_meta(tensor) else tensor.detach().to(device)
+        value = self._value(tensor, name).to(device) if _on_meta(tensor) else tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         value.__dict__.update(tensor.__dict__)  # marks that the task may have left on its parameters
         return value
 
-    def _value(self, skeleton: Tensor) -> Tensor:
+    def _let_go(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
+        """What stands in for a tensor that another rank keeps."""
+        if _on_meta(tensor):
+            self._value(tensor, name)  # the broadcast needs every rank
+        with fakes.fake_tensors(self.mode):
+            absent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                absent = nn.Parameter(absent, requires_grad=False)
+        absent.__dict__.update(tensor.__dict__)
+        absent.is_absent, absent.is_trained_elsewhere = True, tensor.requires_grad  # type: ignore[attr-defined]
+        return absent
+
+    def _value(self, skeleton: Tensor, name: str) -> Tensor:
         world = self._world
         if world.is_main:
-            value = self._source.pop(self._names[id(skeleton)]).detach().to(world.device)
+            value = self._source.pop(name).detach().to(world.device)
         else:
             value = torch.empty_like(skeleton, device=world.device)
         if world.size > 1 and value.numel() > 0:
             value = value.contiguous()
-            broadcast_from_main(value)
+            broadcast_from(0, value)
         return value
+
+
+def put_tensor(owner: nn.Module, key: str, tensor: Tensor) -> None:
+    """Put a parameter or buffer in the place of another of the same name."""
+    if isinstance(owner, nn.RNNBase) and isinstance(tensor, nn.Parameter):
+        setattr(owner, key, tensor)  # by name: recurrent layers keep a list beside it
+    elif key in owner._parameters:
+        owner._parameters[key] = tensor  # type: ignore[assignment]
+    else:
+        owner._buffers[key] = tensor
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether a tensor only stands for one that another rank keeps."""
+    return getattr(tensor, "is_absent", False)
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

@@ -1,8 +1,7 @@
-"""Sharded parameters, gradients and optimizer state by FSDP2 (`fully_shard`): zero2, zero3/fsdp, hsdp."""
+"""Sharded parameters, gradients and optimizer state by FSDP2 (`fully_shard`): zero2, zero3/fsdp, hsdp, compositions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,60 +11,107 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from rung.config import RunConfig, shard_size
 from rung.errors import ModelError
 from rung.parallel.blocks import find_blocks, num_parameters
+from rung.parallel.materialize import is_absent
 from rung.world import World
 
 
-def apply_sharding(
-    model: nn.Module, world: World, config: RunConfig, blocks: str | None, fill: Callable[[nn.Module], None]
-) -> list[str]:
-    """Shard the model in place, one unit after the other; each is filled just before it is cut. Returns notes.
+def gathered_type(world: World, config: RunConfig) -> torch.dtype | None:
+    """The type in which sharded parameters are gathered, where it is not their own."""
+    if not world.layout.uses_fully_shard or world.device.type != "cuda" or config.gather != "auto":
+        return None
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
 
-    A unit is what is gathered at a time. Units are chosen by `shard_by`: the model's blocks, any part that reaches a
-    size, or the whole model.
+
+class Sharding:
+    """Shards units in place, one after the other. A unit is what is gathered at a time.
+
+    It carries all data parallelism of compositions, too: there, replicas are shards of one (`ddp`), and zero1 keeps
+    parameters and gradients whole within a step.
     """
-    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise ModelError(
-            f"{', '.join(scalars[:4])}: a parameter without dimensions cannot be sharded. "
-            "Give it the shape (1,), or use ddp or zero1."
-        )
-    units = choose_units(model, config.shard_by, blocks)
-    units, notes = _without_shared(model, units)
-    mesh = world.axis("dp_replicate", "dp_shard") if world.layout.dp_replicate > 1 else world.axis("dp_shard")
-    precision = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if config.precision in ("bf16", "fp16") and config.gather == "auto" and world.device.type == "cuda":
-        # Gathered in the type that computes. Autocast alone would cast after gathering, and autograd would hold the
-        # cast copies of the whole model until backward: the memory that sharding is for. (On the CPU, autocast leaves
-        # norms in the type of their input, which then must be that of their parameters.)
-        half = torch.bfloat16 if config.precision == "bf16" else torch.float16
-        precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        notes.append(
-            f"{config.precision}: parameters are gathered in {config.precision}; master weights and reductions are fp32"
-        )
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.offload == "cpu" else OffloadPolicy()
-    keep = world.layout.zero == 2
-    for module in [*(unit for _, unit in units), model]:
-        fill(module)
-        with world.tensors():
+
+    def __init__(self, world: World, config: RunConfig, notes: list[str]) -> None:
+        self._world, self._config, self._notes = world, config, notes
+        layout = world.layout
+        replicates = layout.dp_replicate > 1
+        self._mesh = world.axis("dp_replicate", "dp_shard") if replicates else world.axis("dp_shard")
+        self._precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+        half = gathered_type(world, config)
+        if half is not None:
+            # Gathered in the type that computes. Autocast alone would cast after gathering, and autograd would hold the
+            # cast copies of the whole model until backward: the memory that sharding is for. (On the CPU, autocast
+            # leaves norms in the type of their input, which then must be that of their parameters.)
+            self._precision = MixedPrecisionPolicy(
+                param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+            notes.append(
+                f"{config.precision}: parameters are gathered in {config.precision}; "
+                "master weights and reductions are fp32"
+            )
+        on_gpu = world.device.type == "cuda"
+        self._offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.offload == "cpu" else OffloadPolicy()
+        self._keeps_gathered = layout.zero < 3 or (layout.pp > 1 and layout.schedule == "zb")
+
+    def refuse_scalars(self, model: nn.Module) -> None:
+        scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+        if scalars:
+            raise ModelError(
+                f"{', '.join(scalars[:4])}: a parameter without dimensions cannot be sharded. "
+                "Give it the shape (1,), or use ddp or zero1 alone."
+            )
+
+    def apply(self, module: nn.Module, *, is_root: bool = False) -> None:
+        # Only parameters that hold data: the others belong to stages on other ranks.
+        ignored = {parameter for parameter in module.parameters() if is_absent(parameter)}
+        with self._world.tensors():
             fully_shard(
                 module,
-                mesh=mesh,
+                mesh=self._mesh,
                 # The root is needed again at once when backward starts, so it stays gathered under every stage.
-                reshard_after_forward=not (keep or module is model),
-                mp_policy=precision,
-                offload_policy=offload,
+                reshard_after_forward=not (self._keeps_gathered or is_root),
+                mp_policy=self._precision,
+                offload_policy=self._offload,
+                ignored_params=ignored or None,
             )
-    allow_unused: Any = getattr(model, "set_reduce_scatter_unused_params", None)  # torch 2.13
-    if config.unused_parameters == "allow" and allow_unused is None:
-        notes.append("unused_parameters=allow: this torch needs every rank to use the same parameters; 2.13 does not")
-    elif config.unused_parameters == "allow":
-        allow_unused(True)
-        if units:
-            notes.append(
+
+    def finish(self, roots: list[nn.Module], *, has_units: bool) -> None:
+        if self._config.unused_parameters != "allow":
+            return
+        allow_unused: list[Any] = [getattr(root, "set_reduce_scatter_unused_params", None) for root in roots]
+        if None in allow_unused:  # before torch 2.13
+            self._notes.append(
+                "unused_parameters=allow: this torch needs every rank to use the same parameters; 2.13 does not"
+            )
+            return
+        for allow in allow_unused:
+            allow(True)
+        if has_units:
+            self._notes.append(
                 "unused_parameters=allow: every rank must still run every block; "
                 "where some ranks skip one that others run, use --shard-by whole"
             )
-    return notes
+
+
+def without_shared(
+    model: nn.Module, units: list[tuple[str, nn.Module]], notes: list[str]
+) -> list[tuple[str, nn.Module]]:
+    """Leave to the root every unit that shares a parameter with something outside: a shard has one owner."""
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    kept = []
+    for name, unit in units:
+        inside: dict[int, int] = {}
+        for module in unit.modules():
+            for parameter in module.parameters(recurse=False):
+                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        if any(users[key] > count for key, count in inside.items()):
+            notes.append(
+                f"{name} shares a parameter with another part of the model; it is gathered with the whole model"
+            )
+        else:
+            kept.append((name, unit))
+    return kept
 
 
 def choose_units(model: nn.Module, shard_by: str, blocks: str | None) -> list[tuple[str, nn.Module]]:
@@ -91,18 +137,30 @@ def choose_units(model: nn.Module, shard_by: str, blocks: str | None) -> list[tu
     return units
 
 
-def set_gradient_sync(model: nn.Module, world: World, *, is_last: bool) -> None:
+def set_gradient_sync(root: nn.Module, world: World, *, is_last: bool) -> None:
     """What the backward of one micro-batch does with gradients and gathered parameters.
 
-    Gradients are reduced into shards in every micro-batch (that is what keeps them sharded); between replicas only in
-    the last one. zero2 keeps its parameters gathered until the last.
+    zero2 and zero3 reduce gradients into shards in every micro-batch (that is what keeps them sharded), and between
+    replicas only in the last one. With zero0 and zero1 gradients stay whole until the last. Below zero3, parameters
+    stay gathered until the last.
     """
-    assert isinstance(model, FSDPModule)
-    if world.layout.dp_replicate > 1:
-        model.set_requires_all_reduce(is_last)
-    if world.layout.zero == 2:
-        model.set_reshard_after_backward(is_last)
-    model.set_is_last_backward(is_last)
+    assert isinstance(root, FSDPModule)
+    layout = world.layout
+    if layout.zero < 2:
+        root.set_requires_gradient_sync(is_last)
+    elif layout.dp_replicate > 1:
+        root.set_requires_all_reduce(is_last)
+    if layout.zero < 3:
+        root.set_reshard_after_backward(is_last)
+    root.set_is_last_backward(is_last)
+
+
+def hold_gradients(root: nn.Module) -> None:
+    """For a backward that is taken apart: nothing is reduced or resharded until the schedule says so."""
+    assert isinstance(root, FSDPModule)
+    root.set_requires_gradient_sync(False)
+    root.set_reshard_after_backward(False)
+    root.set_is_last_backward(False)
 
 
 def name_gathered(model: nn.Module) -> dict[int, str]:
@@ -129,26 +187,3 @@ def free_gathered(model: nn.Module) -> None:
 
 def _can_be_unit(module: nn.Module) -> bool:
     return not isinstance(module, nn.ModuleList | nn.ModuleDict) and num_parameters(module) > 0
-
-
-def _without_shared(
-    model: nn.Module, units: list[tuple[str, nn.Module]]
-) -> tuple[list[tuple[str, nn.Module]], list[str]]:
-    """Leave to the root every unit that shares a parameter with something outside itself: a shard has one owner."""
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
-    kept, notes = [], []
-    for name, unit in units:
-        inside: dict[int, int] = {}
-        for module in unit.modules():
-            for parameter in module.parameters(recurse=False):
-                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-        if any(users[key] > count for key, count in inside.items()):
-            notes.append(
-                f"{name} shares a parameter with another part of the model; it is gathered with the whole model"
-            )
-        else:
-            kept.append((name, unit))
-    return kept, notes

@@ -6,15 +6,20 @@ dry run in a pretend one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from rung.batches import example_batch
 from rung.config import RunConfig, refuse_contradictions
 from rung.parallel import parallelize
 from rung.parallel.materialize import Weights
 from rung.parallel.zero1 import ShardedUpdate
-from rung.runtime.base import LocalStep, Runtime
+from rung.runtime.base import LocalStep, ModelFacts, Runtime
+from rung.runtime.forward import autocast, call_model, default_type, map_tensors
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.optimizer import make_optimizer, make_schedule
+from rung.runtime.pipeline import PipelineRuntime
 from rung.status import StatusWriter
 from rung.task import Task
 from rung.world import World
@@ -23,30 +28,52 @@ __all__ = ["LocalStep", "Runtime", "build_runtime"]
 
 
 def build_runtime(
-    task: Task, world: World, config: RunConfig, *, total_steps: int | None = None, status: StatusWriter | None = None
+    task: Task,
+    world: World,
+    config: RunConfig,
+    *,
+    total_steps: int | None = None,
+    status: StatusWriter | None = None,
+    dataset: Any = None,
 ) -> MeshRuntime:
-    """Model on meta -> parallelize, filling with the seeded weights -> optimizer -> runtime."""
-    refuse_contradictions(config, world.layout)
+    """Model on meta -> parallelize, filling with the seeded weights -> optimizer -> runtime.
+
+    Where the model is cut, a sample shows how its forward goes: from `dataset`, or else from the task's training data.
+    """
+    layout = world.layout
+    refuse_contradictions(config, layout)
     dtype = torch.float64 if config.precision == "fp64" else None
     weights = Weights(task, world, config.seed, dtype)
-    model, notes = parallelize(weights, world, config, task.blocks)
+    assert weights.model is not None
+    facts = ModelFacts.of(weights.model)
+    example = None
+    if layout.is_composed:
+        example = example_batch(dataset if dataset is not None else task.train_data(), task.collate)
+        example = map_tensors(example, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t)
+
+    def run(model: torch.nn.Module, batch: Any) -> Any:
+        with autocast(config, world.device), default_type(dtype or torch.get_default_dtype()):
+            return call_model(task, model, batch)[0]
+
+    spread = parallelize(weights, world, config, task, run, example)
     with world.tensors():
-        if world.layout.zero == 1:
-            update = ShardedUpdate(model, world.axis("dp_shard"))
+        if layout.zero == 1 and not layout.uses_fully_shard:
+            update = ShardedUpdate(spread.model, world.axis("dp_shard"))
             with update.as_parameters():
-                optimizer = make_optimizer(task, model, fused=config.fused)
+                optimizer = make_optimizer(task, spread.model, fused=config.fused)
         else:
             update = None
-            optimizer = make_optimizer(task, model, fused=config.fused)
+            optimizer = make_optimizer(task, spread.model, fused=config.fused)
         schedule = make_schedule(task, optimizer, total_steps)
-    return MeshRuntime(
+    kind = PipelineRuntime if layout.pp > 1 else MeshRuntime
+    return kind(
         task=task,
         world=world,
         config=config,
-        model=model,
+        spread=spread,
         optimizer=optimizer,
         schedule=schedule,
         sharded_update=update,
-        notes=notes,
+        facts=facts,
         status=status or StatusWriter(),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rung.batches import Window
 
@@ -23,10 +23,27 @@ class LocalStep:
     learning_rate: float
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """The whole model, whatever this rank keeps of it."""
+
+    num_trainable: int
+    num_frozen: int
+    buffer_names: list[str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelFacts:
+        parameters = list(model.parameters())
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+        return cls(trainable, frozen, [name for name, _ in model.named_buffers()])
+
+
 class Runtime(Protocol):
     """The unit is a step, never forward, backward or update: the shape that every kind of parallelism shares."""
 
     notes: list[str]
+    facts: ModelFacts
 
     def place(self, windows: Iterable[Window]) -> Iterator[Window]:
         """Windows with their tensors on the device."""

@@ -5,31 +5,40 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from rung.config import RunConfig
 from rung.errors import TaskError
+from rung.parallel.tensor import loss_context
+from rung.parallel.tensor_plan import TensorPlan
 from rung.task import Task, has_target, split_batch
 
 
 class LossModule(nn.Module):
     """From a batch to its loss: what is wrapped by DDP and compiled as one piece, so that outputs need not survive."""
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
+    def __init__(self, model: nn.Module, task: Task, plan: TensorPlan | None = None) -> None:
         super().__init__()
         self.model = model
         self._task = task
+        self._plan = plan
 
     def forward(self, batch: Any, counted: Tensor | None = None) -> Tensor:
         """`counted` is a flag on the device: whether this batch has any weight. Without, its gradient is nothing."""
         output, target = call_model(self._task, self.model, batch)
         if counted is not None:
             map_tensors(output, lambda t: _only_if(counted, t))
-        loss: Tensor = self._task.loss(output, target)
-        return loss
+        if self._plan is None:
+            return self._task.loss(output, target)  # type: ignore[no-any-return]
+        with loss_context(self._plan):
+            loss = self._task.loss(output, target)
+            return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def call_model(task: Task, model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -50,6 +59,14 @@ def _only_if(counted: Tensor, output: Tensor) -> None:
         output.register_hook(  # type: ignore[no-untyped-call]
             lambda grad: torch.where(counted, grad, torch.zeros_like(grad))
         )
+
+
+HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
+    half = HALF_TYPES.get(config.precision)
+    return torch.autocast(device.type, dtype=half) if half is not None else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

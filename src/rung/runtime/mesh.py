@@ -1,4 +1,4 @@
-"""The runtime of every layout that is a point in a mesh: single, ddp, zero1, zero2, zero3/fsdp, hsdp."""
+"""The runtime of every layout without stages: single, ddp, zero1, zero2, zero3/fsdp, hsdp, tp and compositions."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from rung.batches import MicroBatch, Window
 from rung.config import RunConfig
 from rung.errors import ModelError, TaskError
-from rung.parallel import sync_batch_norms
+from rung.parallel import Spread, sync_batch_norms
 from rung.parallel.gather import whole_tensor
 from rung.parallel.gradients import clip, global_norm
+from rung.parallel.materialize import is_absent
 from rung.parallel.sharding import free_gathered, set_gradient_sync
+from rung.parallel.tensor import settle_gradients, whole_output
 from rung.parallel.zero1 import ShardedUpdate
-from rung.runtime.base import LocalStep
-from rung.runtime.forward import LossModule, NoDropout, call_model, default_type, map_tensors
+from rung.runtime.base import LocalStep, ModelFacts
+from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, map_tensors
+from rung.runtime.optimizer import LocalScaler, local_part
 from rung.runtime.unused import UnusedParameters
 from rung.status import StatusWriter
 from rung.task import Task, split_batch
-from rung.world import World, broadcast_from_main
-
-HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from rung.world import World, broadcast_from
 
 
 class MeshRuntime:
@@ -43,31 +44,31 @@ class MeshRuntime:
         task: Task,
         world: World,
         config: RunConfig,
-        model: nn.Module,
+        spread: Spread,
         optimizer: Optimizer,
         schedule: LRScheduler | None,
         sharded_update: ShardedUpdate | None,
-        notes: list[str],
+        facts: ModelFacts,
         status: StatusWriter,
     ) -> None:
         self.task, self.world, self.config = task, world, config
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.notes = notes
+        self.model, self.optimizer, self.schedule = spread.model, optimizer, schedule
+        self.notes, self.facts, self.spread = spread.notes, facts, spread
         self._status = status
         self._sharded_update = sharded_update
-        self._loss_module: nn.Module = LossModule(model, task)
+        self._loss_module: nn.Module = LossModule(self.model, task, spread.plan)
         self._ddp: DistributedDataParallel | None = None
-        layout = world.layout
-        if layout.is_distributed and not layout.shards_parameters:
+        layout, model = world.layout, self.model
+        if layout.uses_ddp:
             with world.tensors():
                 self._ddp = world.replicate(self._loss_module, find_unused=config.unused_parameters == "allow")
             self._loss_module = self._ddp
-        if config.compile and not layout.shards_parameters:
+        if config.compile and not layout.uses_fully_shard and not layout.is_composed:
             self._loss_module.compile()
         self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._sync_norms = sync_batch_norms(model)
         self._own_buffers = _buffers_besides(model, self._sync_norms)
-        self._scaler = torch.amp.GradScaler(world.device.type) if config.precision == "fp16" else None
+        self._scaler = LocalScaler(world.device.type) if config.precision == "fp16" else None
         self._copies: Any = None
         if world.device.type == "cuda" and not world.pretend:
             self._copies = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
@@ -107,20 +108,11 @@ class MeshRuntime:
             self._status.phase("forward")
             shares, averaging = self._shares(window)
             versions = [buffer._version for _, buffer in self._own_buffers] if self._first_step else []
-            loss_share: Tensor | None = None
-            used: set[str] = set()
-            last = len(window.micro_batches) - 1
-            for number, (micro, share) in enumerate(zip(window.micro_batches, shares, strict=True)):
-                with self._micro_batch(micro, is_last=number == last):
-                    before = self._unused.versions() if number == last > 0 else None
-                    loss = self._forward(micro, share)
-                    used |= self._unused.reachable(loss)
-                    part = _weighted(loss, share)
-                    self._backward(part, averaging)
-                    self._unused.check_last_micro_batch(before)
-                loss_share = part.detach() if loss_share is None else loss_share + part.detach()
-            assert loss_share is not None, "a window holds at least one micro-batch"
+            loss_share, used = self._accumulate(window.micro_batches, shares, averaging)
+            self._settle()
             self._unused.check(used)
+            if not self.world.counts_loss:
+                loss_share = torch.zeros_like(loss_share)
             rate = _rate(self.optimizer)
             self._status.phase("update")
             norm = self._update(want_norm)
@@ -128,6 +120,34 @@ class MeshRuntime:
                 self._note_changed_buffers(versions)
                 self._first_step = False
         return LocalStep(loss_share, norm, rate)
+
+    def _accumulate(
+        self, micro_batches: list[MicroBatch], shares: list[float | Tensor], averaging: float
+    ) -> tuple[Tensor, set[str]]:
+        """Forward and backward of every micro-batch: this rank's share of the loss, and the parameters it used."""
+        loss_share: Tensor | None = None
+        used: set[str] = set()
+        last = len(micro_batches) - 1
+        for number, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
+            with self._micro_batch(micro):
+                before = self._unused.versions() if number == last > 0 else None
+                with self._synchronising(is_last=number == last):
+                    loss = self._forward(micro, share)
+                    used |= self._unused.reachable(loss)
+                    part = weighted(loss, share)
+                    self._backward(part, averaging)
+                self._unused.check_last_micro_batch(before)
+            loss_share = part.detach() if loss_share is None else loss_share + part.detach()
+        assert loss_share is not None, "a window holds at least one micro-batch"
+        return loss_share, used
+
+    def _settle(self) -> None:
+        """Whatever gradients need before anyone looks at them."""
+        if self.spread.plan is not None:
+            settle_gradients([p for _, p in self._trainable])
+
+    def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        return global_norm(parameters)
 
     def _shares(self, window: Window) -> tuple[list[float | Tensor], float]:
         """Each micro-batch's part of the global mean, and what undoes the average over ranks that reducing applies."""
@@ -157,7 +177,7 @@ class MeshRuntime:
             with self._autocast():
                 loss: Tensor = self._loss_module(micro.data, counted)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error) and self.world.layout.shards_parameters:
+            if "mixed torch.Tensor and DTensor" in str(error) and self.world.layout.uses_fully_shard:
                 raise ModelError(
                     "a parameter was used outside of the model's own forward, where sharded parameters are not "
                     "gathered. Let forward(model, batch) call the model itself, not one of its methods or parts."
@@ -175,10 +195,11 @@ class MeshRuntime:
 
     def _backward(self, part: Tensor, averaging: float) -> None:
         self._status.phase("backward")
+        self._scaled(part, averaging).backward()  # type: ignore[no-untyped-call]
+
+    def _scaled(self, part: Tensor, averaging: float) -> Tensor:
         scaled = part * averaging if averaging != 1.0 else part
-        if self._scaler is not None:
-            scaled = self._scaler.scale(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        return self._scaler.scale(scaled) if self._scaler is not None else scaled
 
     def _update(self, want_norm: bool) -> Tensor | None:
         parameters = [p for _, p in self._trainable]
@@ -187,18 +208,20 @@ class MeshRuntime:
             if update is not None:
                 update.take_gradients()  # the scaler looks at the optimizer's parameters
             self._scaler.unscale_(self.optimizer)
+            self._agree_on_overflow()
         if update is not None and self._scaler is not None:
             parameters = update.slices()  # only these were unscaled
         norm = None
         if self.config.clip is not None or want_norm:
-            norm = global_norm(parameters)
+            norm = self._norm(parameters)
         if self.config.clip is not None:
             assert norm is not None
             clip(parameters, self.config.clip, norm)
         if update is not None and self._scaler is None:
             update.take_gradients()
         if self._scaler is not None:
-            self._scaler.step(self.optimizer)
+            if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+                self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
             self.optimizer.step()
@@ -211,20 +234,36 @@ class MeshRuntime:
             self.schedule.step()
         return norm
 
+    def _agree_on_overflow(self) -> None:
+        """Every rank skips a step that overflowed on any of them: each has seen its own part of the gradients."""
+        layout = self.world.layout
+        if self._scaler is None or (layout.zero == 0 and not layout.is_composed):
+            return
+        found = self._scaler._found_inf_per_device(self.optimizer)
+        here = self.world.device
+        flag = torch.zeros(1, device=here)
+        for value in found.values():
+            flag += value.to(here)
+        dist.all_reduce(flag)
+        for device in found:
+            found[device].copy_(flag.reshape_as(found[device]))
+
     @contextlib.contextmanager
-    def _micro_batch(self, micro: MicroBatch, *, is_last: bool) -> Iterator[None]:
-        """One forward and backward: who is told the gradients, and that a stand-in leaves no trace."""
+    def _micro_batch(self, micro: MicroBatch) -> Iterator[None]:
+        """What one micro-batch computes: a stand-in leaves no trace."""
         stand_in = micro.num_samples == 0
         saved = [(buffer, buffer.clone()) for _, buffer in self._own_buffers] if stand_in else []
         for norm in self._sync_norms:
             norm.counted = not stand_in
-        if self.world.layout.shards_parameters:
-            set_gradient_sync(self.model, self.world, is_last=is_last)
-        quiet = self._ddp.no_sync() if self._ddp is not None and not is_last else nullcontext()
-        with quiet:
-            yield
+        yield
         for buffer, value in saved:
             buffer.data.copy_(value)
+
+    def _synchronising(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Who is told the gradients of one micro-batch."""
+        if self.world.layout.uses_fully_shard:
+            set_gradient_sync(self.model, self.world, is_last=is_last)
+        return self._ddp.no_sync() if self._ddp is not None and not is_last else nullcontext()
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
@@ -247,23 +286,32 @@ class MeshRuntime:
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
         for window in self.place(windows):
-            for micro in window.micro_batches:
-                for norm in self._sync_norms:
-                    norm.counted = micro.num_samples > 0
-                with self.world.tensors(), self._autocast(), self._default_type():
-                    output, target = call_model(self.task, self.model, micro.data)
-                    measured = self._measure(output, target, micro)
+            with self.world.tensors(), self._default_type():
+                for measured in self._measure_window(window):
                     for name, (total, count) in measured.items():
                         known = sums.setdefault(name, [torch.zeros_like(total), torch.zeros_like(count)])
                         known[0], known[1] = known[0] + total, known[1] + count
         with self.world.tensors():
-            free_gathered(self.model)
-        flat = [tensor for name in sorted(sums) for tensor in sums[name]]
-        with self.world.tensors():
-            own = self.world.read(flat)
-        rows = self.world.gather(own)
-        totals = [sum(column) for column in zip(*rows, strict=True)]
-        return {name: totals[2 * i] / max(totals[2 * i + 1], 1e-300) for i, name in enumerate(sorted(sums))}
+            for root in self.spread.roots:
+                free_gathered(root)
+            for part in self.spread.parts:
+                part.show_parameters()
+            own = self.world.read([tensor for name in sorted(sums) for tensor in sums[name]])
+        found = {name: (own[2 * i], own[2 * i + 1]) for i, name in enumerate(sorted(sums))}
+        rows = self.world.gather_objects(found if self.world.counts_loss else {})
+        names = sorted({name for row in rows for name in row})
+        told = {name: [row[name] for row in rows if name in row] for name in names}
+        return {
+            n: sum(total for total, _ in pairs) / max(sum(c for _, c in pairs), 1e-300) for n, pairs in told.items()
+        }
+
+    def _measure_window(self, window: Window) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+        for micro in window.micro_batches:
+            for norm in self._sync_norms:
+                norm.counted = micro.num_samples > 0
+            with self._autocast():
+                output, target = call_model(self.task, self.model, micro.data)
+                yield self._measure(whole_output(output), target, micro)
 
     def _measure(self, output: Any, target: Any, micro: MicroBatch) -> dict[str, tuple[Tensor, Tensor]]:
         """(sum, count) of the loss and of each metric over this rank's samples."""
@@ -304,37 +352,37 @@ class MeshRuntime:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._share_buffers()
         for name, value in self.model.state_dict().items():
-            if not isinstance(value, Tensor):
-                continue
-            whole = value.detach()
-            if isinstance(whole, DTensor):
-                whole = whole_tensor(whole, self.world.device)
-            yield name, whole.cpu() if self.world.is_main else torch.empty(0)
+            if isinstance(value, Tensor):
+                whole = self._whole(value)
+                yield name, whole.cpu() if self.world.is_main else torch.empty(0)
+
+    def _whole(self, value: Tensor) -> Tensor:
+        whole = value.detach()
+        return whole_tensor(whole, self.world.device) if isinstance(whole, DTensor) else whole
 
     def state_bytes(self) -> dict[str, int]:
-        parameters = list(self.model.parameters())
+        parameters = [p for p in self.model.parameters() if not is_absent(p)]
         state = [v for values in self.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         return {
             "parameters": sum(_local_bytes(p) for p in parameters),
             "gradients": sum(_local_bytes(p.grad) for p in parameters if p.grad is not None),
             "optimizer": sum(_local_bytes(v) for v in state),
-            "buffers": sum(_local_bytes(b) for b in self.model.buffers()),
+            "buffers": sum(_local_bytes(b) for b in self.model.buffers() if not is_absent(b)),
         }
 
     def _share_buffers(self) -> None:
-        """Rank 0's buffers to all, where ranks may differ (running statistics of a local batch norm)."""
+        """The first data rank's buffers to all, where they may differ (running statistics of a local batch norm)."""
         if self.world.layout.num_data_ranks == 1:
             return
         with self.world.tensors():
             for _, buffer in self._own_buffers:
                 if buffer.numel() > 0:
-                    broadcast_from_main(buffer)
+                    broadcast_from(self.world.data_source, buffer, self.world.data_group)
 
     # -- precision -----------------------------------------------------------------------------------------------
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        half = HALF_TYPES.get(self.config.precision)
-        return torch.autocast(self.world.device.type, dtype=half) if half is not None else nullcontext()
+        return autocast(self.config, self.world.device)
 
     def _default_type(self) -> AbstractContextManager[Any]:
         """Under fp64 also for tensors that the model makes in forward."""
@@ -344,7 +392,7 @@ class MeshRuntime:
         return nullcontext() if self.config.dropout else NoDropout()
 
 
-def _weighted(loss: Tensor, share: float | Tensor) -> Tensor:
+def weighted(loss: Tensor, share: float | Tensor) -> Tensor:
     if isinstance(share, Tensor):
         # A micro-batch without a counted unit may have a mean of 0/0.
         return torch.where(share > 0, loss * share.to(loss.dtype), torch.zeros_like(loss))
@@ -357,7 +405,8 @@ def _rate(optimizer: Optimizer) -> float:
 
 def _buffers_besides(model: nn.Module, norms: list[Any]) -> list[tuple[str, Tensor]]:
     synchronised = {id(buffer) for norm in norms for buffer in norm.buffers()}
-    return [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in synchronised]
+    own = [(name, buffer) for name, buffer in model.named_buffers() if not is_absent(buffer)]
+    return [(name, buffer) for name, buffer in own if id(buffer) not in synchronised]
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
@@ -365,5 +414,5 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     return local.numel() * local.element_size()

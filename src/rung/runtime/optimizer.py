@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rung.errors import TaskError
+from rung.parallel.materialize import is_absent
 from rung.task import Task
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
@@ -19,7 +22,13 @@ _FUSED_ON_SHARDS = (torch.optim.AdamW, torch.optim.Adam)  # DTensor knows no oth
 
 
 def make_optimizer(task: Task, model: nn.Module, *, fused: bool) -> Optimizer:
+    """The task's optimizer over the parameters that this rank keeps. The task sees the whole model."""
+    absent = {id(p): p for p in model.parameters() if is_absent(p)}
+    for parameter in absent.values():
+        parameter.requires_grad_(parameter.is_trained_elsewhere)  # type: ignore[attr-defined]
     optimizer = task.optimizer(model)
+    for parameter in absent.values():
+        parameter.requires_grad_(False)
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
             f"{task.name}: optimizer(model) must return a torch Optimizer, but it returned {type(optimizer).__name__}."
@@ -35,7 +44,11 @@ def make_optimizer(task: Task, model: nn.Module, *, fused: bool) -> Optimizer:
             f"{task.name}: the optimizer was given {foreign} tensors that are not parameters of the model (any more): "
             "lists kept by the constructor do not follow when the model is spread. Take them from model.parameters()."
         )
-    return _fused(optimizer) if fused else optimizer
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in absent]
+    optimizer = _fused(optimizer) if fused else optimizer
+    _step_kind_by_kind(optimizer)
+    return optimizer
 
 
 def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> LRScheduler | None:
@@ -54,6 +67,54 @@ def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> 
             f"{task.name}: schedule() must return an LRScheduler, but it returned {type(schedule).__name__}."
         )
     return schedule
+
+
+class LocalScaler(torch.amp.GradScaler):
+    """torch's scaler on each rank's own parts of gradients, which may be cut over several meshes."""
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        views = []
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            view = local_part(parameter.detach())
+            view.grad = local_part(parameter.grad)
+            views.append(view)
+        shim: Any = SimpleNamespace(param_groups=[{"params": views}])
+        return super()._unscale_grads_(shim, *args)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _step_kind_by_kind(optimizer: Optimizer) -> None:
+    """Let a kernel that updates many parameters at once get only such that are cut over the same mesh.
+
+    The groups stay as the task made them, for its schedule; they are divided while a step runs.
+    """
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    if len({_kind(p) for p in every}) < 2 or not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def divided(*args: Any, **kwargs: Any) -> Any:
+        groups = optimizer.param_groups
+        optimizer.param_groups = []
+        for group in groups:
+            kinds: dict[Any, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                kinds.setdefault(_kind(parameter), []).append(parameter)
+            optimizer.param_groups += [{**group, "params": some} for some in kinds.values()]
+        try:
+            return step(*args, **kwargs)
+        finally:
+            optimizer.param_groups = groups
+
+    optimizer.step = divided  # type: ignore[method-assign]
+
+
+def _kind(parameter: Tensor) -> Any:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def _fused(optimizer: Optimizer) -> Optimizer:

@@ -20,7 +20,8 @@ class UnusedParameters:
 
     @property
     def _looks_for_unused(self) -> bool:
-        return self._mode == "allow" and self._world.layout.shards_parameters
+        layout = self._world.layout
+        return self._mode == "allow" and layout.uses_fully_shard and layout.pp == 1
 
     def reachable(self, loss: Tensor) -> set[str]:
         """Parameters the loss depends on. Looked up only where sharding would otherwise hide it (see below)."""
@@ -60,7 +61,7 @@ class UnusedParameters:
 
     def versions(self) -> list[int | None] | None:
         """What tells whether the last micro-batch adds to a gradient; of use where DDP reduces in that one alone."""
-        if self._world.layout.shards_parameters or not self._world.layout.is_distributed or self._mode == "allow":
+        if not self._world.layout.uses_ddp or self._mode == "allow":
             return None
         return [None if p.grad is None else p.grad._version for _, p in self._trainable]
 

@@ -1,0 +1,146 @@
+"""Collectives with gradients, on plain tensors that are cut in torch's chunks along one dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rung.world import gather_flat
+
+
+def gather_parts(part: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """The whole of a tensor that is cut in torch's chunks. Its gradient must be the same on all ranks."""
+    whole: Tensor = _Gather.apply(part, dim % part.dim(), size, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def cut_part(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's chunk of a tensor that all ranks have."""
+    part: Tensor = _Cut.apply(whole, dim % whole.dim(), group)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(part, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _chunk(gradient, ctx.dim, ctx.group), None, None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, whole.shape[dim], group
+        return _chunk(whole, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _gather(gradient, ctx.dim, ctx.size, ctx.group), None, None
+
+
+def _gather(part: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    num_ranks = dist.get_world_size(group)
+    each = -(-size // num_ranks)
+    missing = each - part.shape[dim]
+    if missing:
+        shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
+        part = torch.cat([part, part.new_zeros(shape)], dim=dim)
+    parts = gather_flat(part.contiguous().flatten(), group).view(num_ranks, *part.shape)
+    return torch.cat(parts.unbind(), dim=dim).narrow(dim, 0, size)
+
+
+def _chunk(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+
+def gather_for_parts(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The whole of equal parts, for work of which each rank does a share: the gradients of all ranks are summed."""
+    whole: Tensor = _GatherForParts.apply(part, dim, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def sum_into_parts(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's equal part of the sum over ranks."""
+    part: Tensor = _SumIntoParts.apply(partial, dim, group)  # type: ignore[no-untyped-call]
+    return part
+
+
+def copy_for_parts(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What all ranks have, for work of which each does a share: the gradients of all ranks are summed."""
+    copy: Tensor = _CopyForParts.apply(whole, group)  # type: ignore[no-untyped-call]
+    return copy
+
+
+def sum_parts(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, on all of them. Its gradient must be the same on all ranks."""
+    total: Tensor = _SumParts.apply(partial, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _CopyForParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _sum(gradient, ctx.group), None
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _GatherForParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(part, dim, part.shape[dim] * dist.get_world_size(group), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _sum_into_parts(gradient, ctx.dim, ctx.group), None, None
+
+
+class _SumIntoParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _sum_into_parts(partial, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return (
+            _gather(gradient, ctx.dim, gradient.shape[ctx.dim] * dist.get_world_size(ctx.group), ctx.group),
+            None,
+            None,
+        )
+
+
+def _sum_into_parts(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    chunks = partial.chunk(dist.get_world_size(group), dim)
+    part = partial.new_empty(chunks[0].shape)
+    # torch 2.13 renames this one, too.
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    collective(part, torch.cat(chunks), group=group)
+    return part
+
+
+def _sum(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = partial.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

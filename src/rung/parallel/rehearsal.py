@@ -1,0 +1,292 @@
+"""A model's forward run once on tensors without data: what is called in which order, and what depends on what.
+
+The rehearsal follows the model's own code, so it needs no tracing and no promise about how forward is written. Tensor
+and pipeline parallelism read from it which modules run, on which shapes, from whose results, with whose parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from rung import fakes
+from rung.errors import ModelError
+from rung.parallel.materialize import put_tensor
+
+# Where a tensor comes from: the call whose result it is and which of its tensors, or a parameter used outside any call.
+Source = tuple[int, int] | str
+
+
+@dataclass
+class Call:
+    """One call of a watched module. Tensors are fake: they have a shape, a type and a device."""
+
+    index: int
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    needs: set[Source] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+    flops: int = 0
+
+    def output_tensors(self) -> list[Tensor]:
+        return tensors_of(self.output)
+
+
+@dataclass
+class Rehearsal:
+    calls: list[Call]
+    output: Any = None
+    needs: set[Source] = field(default_factory=set)  # of the output
+    unused: list[str] = field(default_factory=list)  # parameters that no operation touched
+
+
+def rehearse(
+    model: nn.Module,
+    run: Callable[[], Any],
+    is_watched: Callable[[str, nn.Module], bool],
+    *,
+    device: torch.device,
+    mode: Any = None,
+    parameter_dtype: torch.dtype | None = None,
+) -> Rehearsal:
+    """Call `run` (which calls the model on a batch) while every parameter and buffer holds no data.
+
+    A watched module inside another watched one is part of that one. `parameter_dtype` stands for the type in which
+    sharded parameters are gathered.
+    """
+    mode = mode or fakes.new_fake_mode()
+    watch = _Watch({})
+    with fakes.fake_tensors(mode), _without_data(model, device, parameter_dtype) as names, torch.no_grad():
+        watch.names = names
+        undo = [_observe(module, name, watch) for name, module in model.named_modules() if is_watched(name, module)]
+        try:
+            with watch:
+                output = run()
+        except Exception as error:
+            raise explain_failure(error) from error
+        finally:
+            for restore in reversed(undo):
+                restore()
+    used = set().union(*(call.parameters for call in watch.calls), watch.loose)
+    result = Rehearsal(watch.calls, output, watch.sources_of(output))
+    result.unused = sorted(set(names.values()) - used)
+    return result
+
+
+class Rehearser:
+    """Rehearses batches of a task as they come, each form once.
+
+    It works on a copy of the model, without data and as the task made it: what spreads a model puts communication into
+    it, which a rehearsal must not start.
+    """
+
+    def __init__(
+        self, model: nn.Module, run: Callable[[nn.Module, Any], Any], device: torch.device, mode: Any = None
+    ) -> None:
+        self.twin = copy_without_data(model)
+        self.device = device
+        self.mode = mode or fakes.new_fake_mode()
+        self.parameter_dtype: torch.dtype | None = None
+        self.is_part: Callable[[str, nn.Module], bool] = lambda name, module: False
+        self._run = run
+        self._known: dict[Any, Rehearsal] = {}
+
+    def fake(self, batch: Any) -> Any:
+        """The batch without data."""
+        return tree_map_only(Tensor, self._fake, batch)
+
+    def run(self, batch: Any) -> Callable[[], Any]:
+        faked = self.fake(batch)
+        return lambda: self._run(self.twin, faked)
+
+    def __call__(self, batch: Any, *, training: bool = True) -> Rehearsal:
+        leaves, form = tree_flatten(batch)
+        key = (training, str(form), *(_form(leaf) for leaf in leaves))
+        if key not in self._known:
+            self.twin.train(training)
+            self._known[key] = rehearse(
+                self.twin,
+                self.run(batch),
+                self.is_part,
+                device=self.device,
+                mode=self.mode,
+                parameter_dtype=self.parameter_dtype,
+            )
+        return self._known[key]
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        with fakes.fake_tensors(self.mode):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+
+
+def copy_without_data(model: nn.Module) -> nn.Module:
+    """The same modules, with tensors on the meta device."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in memo:
+                bare = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
+    return copy.deepcopy(model, memo)
+
+
+def _form(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def tensors_of(data: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(data)[0] if isinstance(leaf, Tensor)]
+
+
+def explain_failure(error: Exception) -> ModelError:
+    """The line of the model at which a forward without data could not go on."""
+    here = Path(__file__).parent.parent
+    torch_folder = Path(torch.__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(here) and not Path(frame.filename).is_relative_to(torch_folder)
+    ]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
+    kind = type(error).__name__
+    if kind in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
+        reason = (
+            "forward decides by the values of tensors here, which are not known before it runs. A model can be cut "
+            "into stages or tensors only if the same operations run for every batch. Use a data-parallel strategy, or "
+            "rewrite the line without a decision (torch.where)."
+        )
+    else:
+        first = str(error).strip().splitlines()
+        reason = f"forward could not be followed on tensors without data: {kind}: {first[0] if first else ''}"
+    return ModelError(f"{place}{reason}")
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every operation: which call it is part of, which results and parameters it depends on."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+        self.calls: list[Call] = []
+        self.loose: set[str] = set()
+        self._open: list[Call] = []
+        self._sources: dict[int, set[Source]] = {}
+        self._alive: list[Tensor] = []  # so that an identity stays one tensor's
+
+    @property
+    def is_inside(self) -> bool:
+        return bool(self._open)
+
+    def sources_of(self, data: Any) -> set[Source]:
+        found: set[Source] = set()
+        for tensor in tensors_of(data):
+            found |= self._sources.get(id(tensor), set())
+            if id(tensor) in self.names:
+                found.add(self.names[id(tensor)])
+        return found
+
+    def begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        call = Call(len(self.calls), name, module, args, kwargs, needs=self.sources_of((args, kwargs)))
+        self.calls.append(call)
+        self._open.append(call)
+        return call
+
+    def end(self, call: Call, output: Any) -> None:
+        call.output = output
+        self._open.pop()
+        for leaf, tensor in enumerate(tensors_of(output)):
+            self._remember(tensor, {(call.index, leaf)})
+
+    def _remember(self, tensor: Tensor, sources: set[Source]) -> None:
+        self._sources[id(tensor)] = sources
+        self._alive.append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
+        output = func(*args, **kwargs)
+        parameters = {self.names[id(tensor)] for tensor in given if id(tensor) in self.names}
+        if self._open:
+            call = self._open[-1]
+            call.parameters |= parameters
+            count = flop_registry.get(func._overloadpacket)
+            if count is not None:
+                with contextlib.suppress(Exception):
+                    call.flops += int(count(*args, **kwargs, out_val=output))
+            return output
+        self.loose |= parameters
+        sources: set[Source] = set(parameters)
+        for tensor in given:
+            sources |= self._sources.get(id(tensor), set())
+        for tensor in tensors_of(output):
+            self._remember(tensor, sources)
+        return output
+
+
+def _observe(module: nn.Module, name: str, watch: _Watch) -> Callable[[], None]:
+    forward = module.forward
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        if watch.is_inside:
+            return forward(*args, **kwargs)
+        call = watch.begin(name, module, args, kwargs)
+        output = forward(*args, **kwargs)
+        watch.end(call, output)
+        return output
+
+    was_own = "forward" in vars(module)
+    module.forward = observed
+
+    def restore() -> None:
+        if was_own:
+            module.forward = forward
+        else:
+            del module.forward
+
+    return restore
+
+
+@contextlib.contextmanager
+def _without_data(
+    model: nn.Module, device: torch.device, parameter_dtype: torch.dtype | None
+) -> Iterator[dict[int, str]]:
+    """While inside, the model's tensors are fake ones of the same shapes. Gives the parameters' names by identity."""
+    names: dict[int, str] = {}
+    stand_ins: dict[int, Tensor] = {}
+    kept: list[tuple[nn.Module, str, Tensor]] = []
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    for owner in model.modules():
+        for is_parameter, registry in ((True, owner._parameters), (False, owner._buffers)):
+            for key, tensor in list(registry.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in stand_ins:
+                    dtype = tensor.dtype
+                    if is_parameter and parameter_dtype is not None and tensor.is_floating_point():
+                        dtype = parameter_dtype
+                    fake = torch.empty(tensor.shape, dtype=dtype, device=device)
+                    stand_ins[id(tensor)] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+                    if is_parameter:
+                        names[id(stand_ins[id(tensor)])] = known[id(tensor)]
+                kept.append((owner, key, tensor))
+                put_tensor(owner, key, stand_ins[id(tensor)])
+    try:
+        yield names
+    finally:
+        for owner, key, tensor in kept:
+            put_tensor(owner, key, tensor)

@@ -1,0 +1,183 @@
+"""Where a pipeline cuts a model: which calls each stage runs, which parameters it keeps, what crosses each cut.
+
+The model's forward is a sequence of calls of its parts (blocks, embeddings, norms, a head). A stage runs a run of these
+calls. What a later stage needs of earlier ones is the results of calls, found by following one forward on tensors
+without data (`rung.parallel.rehearsal`); a skip connection over a cut is just one more result to send.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from rung.errors import ConfigError, ModelError, StrategyError, nearest
+from rung.parallel.blocks import find_list_of_blocks
+from rung.parallel.rehearsal import Rehearsal
+
+Result = tuple[int, int]  # a call, and which of the tensors that it returns
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model cut into stages. Stage s runs the calls bounds[s] up to bounds[s + 1]."""
+
+    calls: tuple[str, ...]
+    bounds: tuple[int, ...]
+    holders: dict[str, tuple[int, ...]]  # parameter -> the stages that use it; more than one if it is tied across a cut
+    flops: tuple[int, ...]  # of each call, for the example batch
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def stage_of(self, call: int) -> int:
+        return next(s for s in range(self.num_stages) if call < self.bounds[s + 1])
+
+    def modules_of(self, stage: int) -> list[str]:
+        """The names of the modules that a stage calls, each once."""
+        return list(dict.fromkeys(self.calls[self.bounds[stage] : self.bounds[stage + 1]]))
+
+    def stages_of_module(self, name: str) -> set[int]:
+        return {self.stage_of(index) for index, call in enumerate(self.calls) if call == name}
+
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that more than one stage uses."""
+        return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+
+    def describe(self) -> list[str]:
+        """One line for each stage: its calls and its share of the work."""
+        total = max(1, sum(self.flops))
+        lines = []
+        for stage in range(self.num_stages):
+            own = range(self.bounds[stage], self.bounds[stage + 1])
+            share = sum(self.flops[i] for i in own) / total
+            names = [self.calls[i] for i in own]
+            shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+            lines.append(f"stage {stage}: {shown} ({share:.0%} of the arithmetic)")
+        return lines
+
+
+def parts_of(model: nn.Module, blocks: str | None) -> Callable[[str, nn.Module], bool]:
+    """Which modules are the parts that a cut leaves whole: blocks, and whatever has parameters and no block inside.
+
+    A Sequential is not a part but the row of its children, wherever it stands, unless it is a block itself.
+    """
+    block_names = {name for name, _ in find_list_of_blocks(model, blocks)}
+    chosen: set[str] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        has_parameters = next(module.parameters(), None) is not None
+        if not has_parameters:
+            return
+        holds_block = any(block.startswith(f"{name}.") for block in block_names) if name else True
+        is_row = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+        if name in block_names or (name and not holds_block and not is_row):
+            chosen.add(name)
+            return
+        for key, child in module.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+
+    visit("", model)
+    return lambda name, module: name in chosen
+
+
+def cut(model: nn.Module, rehearsal: Rehearsal, num_stages: int, split: str | None = None) -> Stages:
+    """Choose the cuts: where `split` says, or so that the costliest stage costs as little as possible."""
+    calls = [call.name for call in rehearsal.calls]
+    if len(calls) < num_stages:
+        raise StrategyError(
+            f"the model cannot be cut into {num_stages} stages: its forward calls {len(calls)} parts "
+            f"({', '.join(calls[:6])}{', ...' if len(calls) > 6 else ''}). Use at most {max(1, len(calls))} stages, or "
+            "say where its blocks are (blocks = ...)."
+        )
+    costs = [_cost(call.flops, call.output_tensors(), call.parameters, model) for call in rehearsal.calls]
+    starts = _asked_starts(split, calls, num_stages) if split is not None else balance(costs, num_stages)
+    bounds = (0, *starts, len(calls))
+    holders: dict[str, set[int]] = {}
+    for stage in range(num_stages):
+        for call in rehearsal.calls[bounds[stage] : bounds[stage + 1]]:
+            loose = {source for source in call.needs if isinstance(source, str)}
+            for name in call.parameters | loose:
+                holders.setdefault(name, set()).add(stage)
+    for source in rehearsal.needs:
+        if isinstance(source, str):
+            holders.setdefault(source, set()).add(num_stages - 1)
+    for name in rehearsal.unused:
+        holders.setdefault(name, set()).add(0)  # nobody uses it; somebody must keep it
+    names = [name for name, _ in model.named_parameters()]
+    ordered = {name: tuple(sorted(holders.get(name, {0}))) for name in names}
+    return Stages(tuple(calls), bounds, ordered, tuple(call.flops for call in rehearsal.calls))
+
+
+def crossing(stages: Stages, rehearsal: Rehearsal) -> list[list[Result]]:
+    """For each stage, the results of earlier stages that it or a later one needs: what it receives."""
+    if tuple(call.name for call in rehearsal.calls) != stages.calls:
+        different = [
+            f"{new} instead of {old}"
+            for old, new in itertools.zip_longest(stages.calls, (call.name for call in rehearsal.calls))
+            if old != new
+        ]
+        raise ModelError(
+            f"for this batch the model's forward calls other parts than for the first ({different[0]}). "
+            "A pipeline needs the same calls in every step."
+        )
+    received: list[list[Result]] = []
+    for stage in range(stages.num_stages):
+        start = stages.bounds[stage]
+        needed: set[Result] = set()
+        for call in rehearsal.calls[start:]:
+            needed |= {source for source in call.needs if not isinstance(source, str) and source[0] < start}
+        needed |= {source for source in rehearsal.needs if not isinstance(source, str) and source[0] < start}
+        received.append(sorted(needed))
+    return received
+
+
+def balance(costs: Sequence[float], num_parts: int) -> list[int]:
+    """The starts of all parts but the first: the partition into runs whose largest sum is smallest."""
+    count = len(costs)
+    sums = [0.0, *itertools.accumulate(costs)]
+    # best[k][i]: the smallest possible largest sum of the first i costs in k runs, and where the last run starts.
+    best = [[(0.0, 0) if i == 0 else (float("inf"), 0) for i in range(count + 1)]]
+    for parts in range(1, num_parts + 1):
+        row = [(float("inf"), 0)] * (count + 1)
+        for stop in range(parts, count + 1):
+            row[stop] = min(
+                (max(best[parts - 1][start][0], sums[stop] - sums[start]), start) for start in range(parts - 1, stop)
+            )
+        best.append(row)
+    starts: list[int] = []
+    stop = count
+    for parts in range(num_parts, 1, -1):
+        stop = best[parts][stop][1]
+        starts.append(stop)
+    return starts[::-1]
+
+
+def _cost(flops: int, outputs: list[Tensor], parameters: set[str], model: nn.Module) -> float:
+    """Arithmetic, and a little for memory traffic, so that parts without products count, too."""
+    own = dict(model.named_parameters())
+    traffic = sum(tensor.numel() for tensor in outputs) + sum(own[name].numel() for name in parameters if name in own)
+    return flops + 4.0 * traffic
+
+
+def _asked_starts(split: str, calls: list[str], num_stages: int) -> list[int]:
+    names = [name.strip() for name in split.split(",") if name.strip()]
+    if len(names) != num_stages - 1:
+        raise ConfigError(
+            f"--split names the first part of every stage but the first: {num_stages - 1} names for {num_stages} "
+            f"stages, not {len(names)}. The parts are, in order: {', '.join(calls)}."
+        )
+    starts = []
+    for name in names:
+        if name not in calls:
+            raise ConfigError(
+                f"--split: {name!r} is not a part of the model that can begin a stage.{nearest(name, calls)} "
+                f"The parts are, in order: {', '.join(calls)}."
+            )
+        starts.append(calls.index(name))
+    if starts != sorted(set(starts)) or starts[0] == 0:
+        raise ConfigError(f"--split {split}: stages must begin at later and later parts. In order: {', '.join(calls)}.")
+    return starts
