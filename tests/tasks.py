@@ -144,7 +144,25 @@ def adamw_task() -> Task:
     return text_task(optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
+class TinyGRU(nn.Module):
+    """A recurrent layer, which keeps its parameters in a list of its own beside their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(23, 10)
+        self.layers = nn.GRU(10, 12, num_layers=2, batch_first=True)
+        self.head = nn.Linear(12, 23)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.token(tokens))[0])
+
+
+def recurrent_task() -> Task:
+    return text_task(model=TinyGRU)
+
+
 TASKS = {
+    "recurrent": recurrent_task,
     "images": image_task,
     "text": text_task,
     "padded": padded_task,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from rung.config import FLAGS, SETTINGS
 from rung.errors import ConfigError, JobFailed, RungError
-from rung.strategy import PRESETS
+from rung.strategy import PRESETS, SCHEDULES
 from rung.version import VERSION
 
 # Where each flag of `rung train` stands in its help.
@@ -21,6 +21,12 @@ _GROUPS = {
     "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
     "how": ("precision", "clip", "compile", "activation_checkpointing"),
     "run": ("out",),
+}
+# Those of `rung explain`: what changes where things live, what is sent, and when.
+_EXPLAINED = {
+    "where": _GROUPS["where"],
+    "how much": ("batch_size", "micro_batch"),
+    "how": ("precision", "clip", "activation_checkpointing"),
 }
 
 
@@ -131,6 +137,19 @@ def _build_parser() -> _Parser:
     verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
     verify.set_defaults(call=_verify)
 
+    explain = commands.add_parser(
+        "explain",
+        help="show what a strategy will do with a task",
+        description="Show where each parameter lives, what is sent in a step, and the schedule of a pipeline. It is "
+        "read from a pretended step of the real training code: no process is started, so --nproc may be any number.",
+    )
+    explain.add_argument("task", help="a task file, or a directory with a task.py")
+    _add_settings(explain, _EXPLAINED, nproc="processes of the job; default: as many as the strategy's sizes say")
+    result = explain.add_argument_group("what comes out")
+    result.add_argument("--out", dest="svg", metavar="FILE.svg", help="draw it, too")
+    result.add_argument("--json", action="store_true", help="the explanation as JSON on standard output")
+    explain.set_defaults(call=_explain)
+
     new = commands.add_parser(
         "new", help="write a commented task file that runs", description="Write a commented task file that runs."
     )
@@ -142,19 +161,21 @@ def _build_parser() -> _Parser:
     return parser
 
 
-def _add_settings(parser: argparse.ArgumentParser, groups: dict[str, tuple[str, ...]]) -> None:
+def _add_settings(parser: argparse.ArgumentParser, groups: dict[str, tuple[str, ...]], **helps: str) -> None:
+    """Flags for settings, with their own help unless `helps` has another."""
     for title, names in groups.items():
         group = parser.add_argument_group(title)
         for name in names:
             meta = SETTINGS[name].metadata
             flag = "--" + name.replace("_", "-")
+            told = helps.get(name, meta["help"])
             if meta["kind"] is bool:
                 actions = argparse.BooleanOptionalAction if name == "shuffle" else "store_true"
-                group.add_argument(flag, dest=name, action=actions, default=None, help=meta["help"])
+                group.add_argument(flag, dest=name, action=actions, default=None, help=told)
             else:
                 metavar = "|".join(meta["choices"]) or {int: "N", float: "X", str: "S"}[meta["kind"]]
                 metavar = {"strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES"}.get(name, metavar)
-                group.add_argument(flag, dest=name, metavar=metavar, default=None, help=meta["help"])
+                group.add_argument(flag, dest=name, metavar=metavar, default=None, help=told)
     group = parser._action_groups[-1]
     group.add_argument("--config", metavar="FILE.toml", help="settings from a file; flags win over it")
     group.add_argument(
@@ -200,6 +221,20 @@ def _verify(options: argparse.Namespace) -> int:
     )
 
 
+def _explain(options: argparse.Namespace) -> int:
+    from rung.explain_view import explain_command
+
+    flags = {name: getattr(options, name) for names in _EXPLAINED.values() for name in names}
+    return explain_command(
+        options.task,
+        config_file=options.config,
+        flags=flags,
+        assignments=_assignments(options.set),
+        out=options.svg,
+        as_json=options.json,
+    )
+
+
 def _new(options: argparse.Namespace) -> int:
     from rung.template import write_template
 
@@ -211,6 +246,11 @@ def _new(options: argparse.Namespace) -> int:
 def _strategies(options: argparse.Namespace) -> int:
     for name, preset in PRESETS.items():
         print(f"  {name:<8} {preset.summary}")
+    print("\nA size makes a name a number of processes: ddp4, zero1x4, hsdp2x2, tp2, pp4.")
+    print("Compositions have one of each kind, with commas: pp2,ddp2  fsdp2,tp2  pp2,fsdp,tp2.")
+    print("\nSchedules of a pipeline, as in pp4:zb or --schedule zb:")
+    for name, summary in SCHEDULES.items():
+        print(f"  {name:<12} {summary}")
     return 0
 
 

@@ -8,13 +8,17 @@ knows how a strategy works.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor
 
+from rung.batches import Batches, Window
 from rung.config import RunConfig
+from rung.errors import ModelError
 from rung.parallel.materialize import is_absent
 from rung.record import Message, Recorder
 from rung.runtime import build_runtime
@@ -36,6 +40,7 @@ class ParameterPlace:
     local_shape: tuple[int, ...]
     dtype: str
     cut: dict[str, int]  # axis -> the dimension it cuts
+    stages: tuple[int, ...]  # that use it; several if it is tied across a cut
     is_trained: bool
 
 
@@ -56,7 +61,8 @@ class RankView:
     """What one rank holds and does in a step. It stands for all that share its stage."""
 
     rank: int
-    stage: int
+    stage: int  # its place on the pp axis
+    stages: tuple[int, ...]  # of the model that it computes: two if they are interleaved
     parameters: list[ParameterPlace]
     state_bytes: dict[str, int]
     messages: Counter[Message]
@@ -79,34 +85,53 @@ class Explanation:
     @property
     def bubble(self) -> float:
         """The share of the chart in which ranks are idle."""
-        if not self.chart:
-            return 0.0
-        length = max(slot.stop for slot in self.chart) - min(slot.start for slot in self.chart)
-        busy = sum(slot.stop - slot.start for slot in self.chart)
-        return 1 - busy / (length * self.layout.pp)
+        return idle_share(self.chart, self.layout.pp)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for a file."""
+        document = asdict(replace(self, ranks=[], layout=Layout("")))
+        document["layout"] = {**self.layout.axes, "name": self.layout.name, "schedule": self.layout.schedule}
+        document["bubble"] = self.bubble
+        for view in self.ranks:
+            messages = [{**asdict(message), "times": times} for message, times in view.messages.items()]
+            document["ranks"].append({**asdict(replace(view, messages=Counter())), "messages": messages})
+        return document
 
 
-def explain(task: Task, layout: Layout, config: RunConfig) -> Explanation:
+def explain(task: Task, layout: Layout, config: RunConfig, *, tell: Callable[[str], None] | None = None) -> Explanation:
     """Look at one rank of each stage. No process is started, and no tensor holds data."""
-    config = replace(config, steps=2, epochs=None, device="cpu", compile=False, eval_every="never")
+    config = replace(config, steps=2, epochs=None, device="cpu", compile=False, eval_every="never", workers=0)
+    data = task.train_data()
+    if hasattr(data, "__getitem__"):  # read once for all stages
+        task = replace(task, train_data=lambda: data)
     each = layout.num_ranks // layout.pp
     views: list[RankView] = []
     notes: list[str] = []
     flops: list[int] = []
     sizes = (1, 1)
     for stage in range(layout.pp):
+        if tell is not None:
+            tell(f"stage {stage + 1} of {layout.pp}" if layout.pp > 1 else "two pretended steps")
         with pretend_world(layout, rank=stage * each) as world:
             status = StatusWriter()
             batches = make_batches(task, config, world)
-            runtime = build_runtime(task, world, config, total_steps=2, status=status)
-            sizes = (batches.cut.num_micro_batches, -(-batches.cut.global_micro_batch // batches.cut.num_ranks))
-            views.append(_look(runtime, world, status, batches))
+            try:
+                runtime = build_runtime(task, world, config, total_steps=2, status=status)
+                views.append(look(runtime, world, status, batches))
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise ModelError(
+                    f"{task.name}: the model or the loss looks at the values of tensors ({error}), and in a pretended "
+                    "step there are none. `rung train` can run it; it cannot be explained."
+                ) from error
+            sizes = _sizes(batches, layout)
             notes += [note for note in runtime.notes if note not in notes]
             cut = runtime.spread.stages
             if cut is not None and not flops:
                 pairs = zip(cut.bounds, cut.bounds[1:], strict=False)
                 flops = [sum(cut.flops[start:stop]) for start, stop in pairs]
-    chart = lay_out([view.actions for view in views], flops) if layout.pp > 1 else []
+    notes += _limits(layout, config, views, batches)
+    backward = 3.0 if config.activation_checkpointing == "full" else 2.0
+    chart = lay_out([view.actions for view in views], flops, backward) if layout.pp > 1 else []
     return Explanation(
         task.name,
         layout,
@@ -121,14 +146,55 @@ def explain(task: Task, layout: Layout, config: RunConfig) -> Explanation:
     )
 
 
-def lay_out(actions: Sequence[Sequence[tuple[str, int, int]]], flops: Sequence[int]) -> list[Slot]:
+def _sizes(batches: Batches, layout: Layout) -> tuple[int, int]:
+    """Micro-batches of a step, and samples of a rank in one of them."""
+    samples = batches.cut.batch_size
+    if batches.num_samples is not None:
+        samples = min(samples, batches.num_samples)
+    micro = batches.cut.micro_sizes(samples)
+    return len(micro), -(-micro[0] // layout.num_data_ranks)
+
+
+def _limits(layout: Layout, config: RunConfig, views: list[RankView], batches: Batches) -> list[str]:
+    """Where a real step differs from the pretended one, and what a real one would waste."""
+    found = []
+    if layout.uses_ddp and sum(m.num_bytes * n for m, n in views[0].messages.items()) > 2**20:
+        found.append(
+            "DDP's gradients are shown in one piece; from the second step on it sends them in buckets of 1 MiB and "
+            "then 25 MiB, which add up to the same"
+        )
+    if config.precision in ("bf16", "fp16") and config.gather == "auto" and layout.shards_parameters:
+        found.append(
+            f"bytes are those of a run on the CPU; on GPUs parameters are gathered in {config.precision}: half of it"
+        )
+    without = layout.num_data_ranks - batches.cut.global_micro_batch
+    if without > 0:
+        found.append(
+            f"{without} of {layout.num_data_ranks} data ranks get no sample of a micro-batch and compute for nothing; "
+            "a larger --batch-size or --micro-batch would use them"
+        )
+    return found
+
+
+def idle_share(chart: Sequence[Slot], num_ranks: int) -> float:
+    if not chart:
+        return 0.0
+    length = max(slot.stop for slot in chart) - min(slot.start for slot in chart)
+    busy = sum(slot.stop - slot.start for slot in chart)
+    return 1 - busy / (length * num_ranks)
+
+
+def lay_out(
+    actions: Sequence[Sequence[tuple[str, int, int]]], flops: Sequence[int], backward: float = 2.0
+) -> list[Slot]:
     """When everything happens if each rank computes in its order as soon as what it needs is there.
 
-    Forward costs what the stage's arithmetic says, backward twice that, each part of a divided one once.
+    Forward costs what the stage's arithmetic says, backward so many times that, each part of a divided one once.
+    Messages cost nothing.
     """
     mean = sum(flops) / max(1, len(flops)) or 1.0
     cost = {stage: (count / mean if sum(flops) else 1.0) for stage, count in enumerate(flops)}
-    weights = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    weights = {"F": 1.0, "B": backward, "I": 1.0, "W": 1.0}
     done: dict[tuple[str, int, int], float] = {}
     free = [0.0] * len(actions)
     position = [0] * len(actions)
@@ -164,28 +230,32 @@ def _ready(kind: str, stage: int, chunk: int, last: int, done: dict[tuple[str, i
     return done.get(("B", stage + 1, chunk), done.get(("I", stage + 1, chunk)))
 
 
-def _look(runtime: MeshRuntime, world: World, status: StatusWriter, batches: object) -> RankView:
+def look(runtime: MeshRuntime, world: World, status: StatusWriter, batches: Batches, *, warm_up: int = 1) -> RankView:
+    """Take a short step, which also sets things up, then a whole one of the same batch, and read that."""
     stages = runtime.stages if isinstance(runtime, PipelineRuntime) else []
-    messages: list[Message] = []
-    for window in runtime.place(batches):  # type: ignore[arg-type]
-        for stage in stages:
-            stage.log = []
-        with world.tensors(), Recorder(world, status) as recorder:
-            runtime.step(window, want_norm=True)
-        messages = recorder.messages  # of the last step: the first also sets things up
+    window: Window = next(iter(runtime.place(batches)))
+    few = replace(window, micro_batches=window.micro_batches[: len(stages) * world.layout.pp or 1])
+    for _ in range(warm_up):
+        runtime.step(few, want_norm=True)
+    for stage in stages:
+        stage.log = []
+    with world.tensors(), Recorder(world, status) as recorder:
+        runtime.step(window, want_norm=True)
     actions = sorted((a for stage in stages for a in stage.log or []), key=lambda action: action.start)
     return RankView(
         world.rank,
         world.stage,
+        tuple(stage.stage_index for stage in stages) or (0,),
         _places(runtime),
         _with_gradients(runtime),
-        Counter(messages),
+        Counter(recorder.messages),
         [(action.kind, action.stage, action.chunk) for action in actions],
     )
 
 
 def _places(runtime: MeshRuntime) -> list[ParameterPlace]:
     found = []
+    holders = runtime.spread.stages.holders if runtime.spread.stages is not None else {}
     for name, parameter in runtime.model.named_parameters():
         if is_absent(parameter):
             continue
@@ -202,6 +272,7 @@ def _places(runtime: MeshRuntime) -> list[ParameterPlace]:
                 tuple(local.shape),
                 str(local.dtype).removeprefix("torch."),
                 cut,
+                holders.get(name, (0,)),
                 parameter.requires_grad,
             )
         )

@@ -106,8 +106,8 @@ class Layout:
             return "single: one process"
         parts = []
         if self.pp > 1:
-            each = f" ({self.stages_per_rank} a rank)" if self.stages_per_rank > 1 else ""
-            parts.append(f"{self.num_stages} stages{each}, {self.schedule}")
+            each = f", {self.stages_per_rank} a rank" if self.stages_per_rank > 1 else ""
+            parts.append(f"{self.num_stages} stages ({self.schedule}{each})")
         if self.dp_replicate > 1 and self.dp_shard > 1:
             parts.append(f"{self.dp_replicate} replicas x {self.dp_shard} shards")
         elif self.num_data_ranks > 1:

@@ -227,9 +227,10 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
     )
     per_rank = -(-cut.global_micro_batch // cut.num_ranks)
     samples = f"{batches.num_samples:,} samples" if batches.num_samples is not None else "an iterable data set"
+    readers = f"{'data ' if layout.is_composed else ''}rank{'s' if cut.num_ranks > 1 else ''}"
     log.info(
-        "  data: %s; a step is %d = %d rank%s x %d sample%s x %d micro-batch%s",
-        samples, config.batch_size, cut.num_ranks, "s"[: cut.num_ranks > 1], per_rank, "s"[: per_rank > 1],
+        "  data: %s; a step is %d = %d %s x %d sample%s x %d micro-batch%s",
+        samples, config.batch_size, cut.num_ranks, readers, per_rank, "s"[: per_rank > 1],
         cut.num_micro_batches, "es" if cut.num_micro_batches > 1 else "",
     )  # fmt: skip
 

@@ -11,19 +11,26 @@ import torch
 from rung.config import RunConfig
 from rung.runtime import build_runtime
 from rung.strategy import parse
+from rung.task import load_task
 from rung.train import make_batches
-from rung.world import environment_size, open_world
+from rung.world import environment_size, open_world, pretend_world
 from tests.harness import on_ranks
 from tests.parity import by_hand, largest_difference, with_rung
-from tests.tasks import TASKS
+from tests.tasks import EXAMPLES, TASKS
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
+ONE_RANK_OF_64 = (
+    "tp64", "ddp,tp4", "zero1,tp4", "zero2,tp4", "fsdp,tp4", "hsdp4x4,tp4",
+    "pp4,ddp", "pp4:gpipe,ddp", "pp4:zb,ddp", "pp2:interleaved,fsdp", "pp4,zero1", "pp4,zero2", "pp4,fsdp",
+    "pp4:zb,fsdp", "pp4,hsdp4x4", "pp4,tp16", "pp4,fsdp,tp4",
+)  # fmt: skip
 
 
 def matches_cpu(strategy: str, model: str, num_ranks: int, **changes: Any) -> str:
     """The CUDA run equals a hand-written loop on the CPU in float64."""
     backend = "gloo" if num_ranks > 1 else "auto"
     micro = changes.pop("global_micro_batch", None)
+    num_data_ranks = parse(strategy, num_ranks).num_data_ranks
     config = RunConfig(
         batch_size=25,
         steps=5,
@@ -31,7 +38,7 @@ def matches_cpu(strategy: str, model: str, num_ranks: int, **changes: Any) -> st
         clip=0.5,
         device="cuda",
         backend=backend,
-        micro_batch=None if micro is None else micro // num_ranks,
+        micro_batch=None if micro is None else micro // num_data_ranks,
         **changes,
     )
     expected = by_hand(TASKS[model](), config, micro)
@@ -75,6 +82,30 @@ def does_not_synchronise(strategy: str, precision: str) -> str:
     return f"{on_ranks(_steps_without_synchronisation, 1, strategy, precision, timeout=300)[0]} steps"
 
 
+def _peak_of_one_rank(strategy: str, size: int, stage: int, precision: str) -> dict[str, int]:
+    task = load_task(EXAMPLES / "gpt").bind({"model.size": "25m"})
+    config = RunConfig(batch_size=64, micro_batch=2, steps=2, precision=precision, clip=1.0, device="cuda")
+    layout = parse(strategy, size)
+    with pretend_world(layout, rank=stage * (size // layout.pp), device="cuda", fake=False) as world:
+        runtime = build_runtime(task, world, config, total_steps=2)
+        torch.cuda.reset_peak_memory_stats()
+        for window in runtime.place(make_batches(task, config, world)):
+            runtime.step(window, want_norm=True)
+        torch.cuda.synchronize()
+        kept = runtime.state_bytes()
+    return {**kept, "peak": torch.cuda.max_memory_allocated()}
+
+
+def memory_of_one_rank(strategy: str, size: int, precision: str = "bf16") -> str:
+    """One rank of each stage of a large world, alone on the GPU: messages go nowhere, its memory is the true one."""
+    figures = []
+    for stage in range(parse(strategy, size).pp):
+        found = on_ranks(_peak_of_one_rank, 1, strategy, size, stage, precision, timeout=300)[0]
+        assert 0 < found["parameters"] < found["peak"] < 100 * 2**30, found
+        figures.append(f"{found['peak'] / 2**20:.0f}")
+    return f"peak MiB {' '.join(figures)}"
+
+
 def rows() -> list[tuple[str, Callable[[], str]]]:
     found: list[tuple[str, Callable[[], str]]] = []
 
@@ -101,6 +132,19 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
         add(f"{strategy} bf16 no synchronisation", does_not_synchronise, strategy, "bf16")
         add(f"{strategy} fp32 no synchronisation", does_not_synchronise, strategy, "fp32")
     add("single fp16 no synchronisation", does_not_synchronise, "single", "fp16")
+    for strategy in ("single", "ddp", "zero3"):
+        add(f"{strategy} recurrent", matches_cpu, strategy, "recurrent", 1)
+    for model in ("babycnn", "text", "gpt"):
+        add(f"tp2 {model} gloo", matches_cpu, "tp2", model, 2)
+    add("tp2 gpt gloo x3", matches_cpu, "tp2", "gpt", 2, global_micro_batch=12)
+    add("tp2 gpt gloo sequence parallel", matches_cpu, "tp2", "gpt", 2, sequence_parallel=True)
+    add("tp4 gpt gloo", matches_cpu, "tp4", "gpt", 4)
+    for strategy in ("ddp2,tp2", "zero1x2,tp2", "zero2x2,tp2", "fsdp2,tp2"):
+        add(f"{strategy} gpt gloo", matches_cpu, strategy, "gpt", 4, global_micro_batch=12)
+    add("tp2 adamw gloo", matches_cpu, "tp2", "adamw", 2)
+    for strategy in ONE_RANK_OF_64:
+        add(f"{strategy} one rank of 64", memory_of_one_rank, strategy, 64)
+    add("pp4,fsdp,tp4 one rank of 64 fp16", memory_of_one_rank, "pp4,fsdp,tp4", 64, "fp16")
     return found
 
 

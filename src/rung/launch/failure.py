@@ -111,9 +111,16 @@ def report(
         details = _last_words(logs / f"rank-{first}.log", first, exit_codes.get(first))
     if details and details != [own.summary if own else ""]:
         lines += ["", *(f"  {line}".rstrip() for line in details), ""]
+    alike: list[int] = []
     for rank, status in enumerate(statuses):
-        if rank != first:
-            lines.append(f"rank {rank}: {_fate(failures.get(rank), status, exit_codes.get(rank), rank in deaths)}")
+        other = failures.get(rank)
+        same = own is not None and other is not None and not other.lost_peer and other.summary == own.summary
+        if rank != first and same:
+            alike.append(rank)  # once is enough, where every rank found the same mistake
+        elif rank != first:
+            lines.append(f"rank {rank}: {_fate(other, status, exit_codes.get(rank), rank in deaths)}")
+    if alike:
+        lines.append(f"rank{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}: failed with the same error")
     lines.append(f"logs: {logs}")
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ This module leans on the interface between torch's schedules and stages, which i
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -34,6 +35,10 @@ from rung.errors import ModelError
 from rung.parallel.pipeline import StagePart
 from rung.parallel.rehearsal import Rehearsal
 from rung.parallel.stages import Result
+
+
+# When a stage fails, torch prints the whole table of actions, a hundred lines and more, over the cause.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)

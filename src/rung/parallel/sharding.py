@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,6 +62,8 @@ class Sharding:
             )
 
     def apply(self, module: nn.Module, *, is_root: bool = False) -> None:
+        if self._world.device.type == "cuda":
+            self._keep_from_cudnn(module)
         # Only parameters that hold data: the others belong to stages on other ranks.
         ignored = {parameter for parameter in module.parameters() if is_absent(parameter)}
         with self._world.tensors():
@@ -72,6 +76,15 @@ class Sharding:
                 offload_policy=self._offload,
                 ignored_params=ignored or None,
             )
+
+    def _keep_from_cudnn(self, module: nn.Module) -> None:
+        """cuDNN's recurrent kernels go on using the weights of the first step when these are sharded (torch 2.11)."""
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase) and not hasattr(layer.forward, "without_cudnn"):
+                layer.forward = _without_cudnn(layer.forward)
+                note = "recurrent layers run without cuDNN: it does not follow sharded weights"
+                if note not in self._notes:
+                    self._notes.append(note)
 
     def finish(self, roots: list[nn.Module], *, has_units: bool) -> None:
         if self._config.unused_parameters != "allow":
@@ -89,6 +102,16 @@ class Sharding:
                 "unused_parameters=allow: every rank must still run every block; "
                 "where some ranks skip one that others run, use --shard-by whole"
             )
+
+
+def _without_cudnn(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.backends.cudnn.flags(enabled=False):
+            return forward(*args, **kwargs)
+
+    run.without_cudnn = True  # type: ignore[attr-defined]
+    return run
 
 
 def without_shared(

@@ -187,8 +187,7 @@ class _Linear(ParallelStyle):
         size, is_turned = num_outputs(module), is_conv1d(module)
 
         def linear(x: Tensor, bias: Tensor | None) -> Tensor:
-            weight: Any = module.weight
-            own = weight.to_local()
+            own = _local_part(module.weight)
             return F.linear(x, own.T if is_turned else own, bias)
 
         def columns(x: Tensor) -> Tensor:
@@ -215,6 +214,34 @@ class _Linear(ParallelStyle):
         # torch's encoder layer takes a shortcut around modules that have no hook.
         module.register_forward_pre_hook(lambda mod, inputs: None)
         return module
+
+
+def _local_part(parameter: Any) -> Tensor:
+    """Of a DTensor parameter. Where columns are cut unevenly, `to_local` guesses the strides of the gradient's whole,
+    and autograd then gathers all of it to lay it out anew (torch 2.11)."""
+    placement = parameter.placements[0]
+    is_even = parameter.shape[placement.dim] % parameter.device_mesh.size() == 0
+    local: Tensor = parameter.to_local() if is_even or placement.dim == 0 else _UnevenPart.apply(parameter)  # type: ignore[no-untyped-call]
+    return local
+
+
+class _UnevenPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape, ctx.stride = (
+            whole.device_mesh,
+            whole.placements,
+            whole.shape,
+            whole.stride(),
+        )
+        local: Tensor = whole.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return DTensor.from_local(
+            gradient.contiguous(), ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
 
 
 def _cut_result(part: Tensor, size: int, mesh: DeviceMesh) -> DTensor:

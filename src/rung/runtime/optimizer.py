@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def _step_kind_by_kind(optimizer: Optimizer) -> None:
     step = optimizer.step
 
     @functools.wraps(step)
-    def divided(*args: Any, **kwargs: Any) -> Any:
+    def divided(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         groups = optimizer.param_groups
         optimizer.param_groups = []
         for group in groups:
@@ -110,7 +110,8 @@ def _step_kind_by_kind(optimizer: Optimizer) -> None:
         finally:
             optimizer.param_groups = groups
 
-    optimizer.step = divided  # type: ignore[method-assign]
+    # A method, as schedulers expect.
+    optimizer.step = MethodType(divided, optimizer)  # type: ignore[method-assign]
 
 
 def _kind(parameter: Tensor) -> Any:
