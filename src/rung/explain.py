@@ -1,8 +1,8 @@
 """`rung explain`: what will happen under a strategy, read from the objects that would do it.
 
-For each stage one rank is built in a pretend world, by the functions that train, and takes two steps. Its parameters
-tell where everything lives; a recorder tells what is sent; its stages tell in which order they computed. Nothing here
-knows how a strategy works.
+For each stage one rank is built in a pretend world, by the functions that train, and takes two steps, of which the
+second is read. Its parameters tell where everything lives; a recorder tells what is sent; its stages tell in which
+order they computed. Nothing here knows how a strategy works.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor
+from torch.utils.data import IterableDataset
 
 from rung.batches import Batches, Window
 from rung.config import RunConfig
@@ -102,7 +103,7 @@ def explain(task: Task, layout: Layout, config: RunConfig, *, tell: Callable[[st
     """Look at one rank of each stage. No process is started, and no tensor holds data."""
     config = replace(config, steps=2, epochs=None, device="cpu", compile=False, eval_every="never", workers=0)
     data = task.train_data()
-    if hasattr(data, "__getitem__"):  # read once for all stages
+    if hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):  # read once for all stages
         task = replace(task, train_data=lambda: data)
     each = layout.num_ranks // layout.pp
     views: list[RankView] = []

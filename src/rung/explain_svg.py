@@ -37,7 +37,7 @@ _ACTIONS = {
     "W": ("gradients of the weights", "#009e73", "#7fceb9"),
 }
 _PHASES = {"forward": "#0072b2", "backward": "#e69f00", "update": "#009e73"}
-_SANS, _MONO = "Helvetica, Arial, 'Liberation Sans', sans-serif", "Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+_SANS, _MONO = "Helvetica, Arial, 'Liberation Sans', sans-serif", "Menlo, monospace"
 _MOST_COLUMNS, _MOST_ROWS, _MOST_PARAMETERS = 8, 8, 40
 
 
@@ -261,7 +261,7 @@ def _messages(page: _Page, explanation: Explanation) -> None:
 def _parameters(page: _Page, explanation: Explanation) -> None:
     page.heading("Parameters", "a star stands for the number of a block")
     has_stages = explanation.layout.pp > 1
-    columns = (_MARGIN, -400, 430, 560, 690, 870)
+    columns = (_MARGIN, -408, 425, 565, 705, 872)
     head = ("parameter", "", "whole", "on a rank", "cut: dimension", "stage" if has_stages else "")
     page.row(list(zip(columns, head, strict=True)), head=True)
     rows = parameter_rows(explanation)

@@ -133,9 +133,10 @@ def _label(views: list[RankView], explanation: Explanation) -> str:
 
 def describe_batch(explanation: Explanation) -> str:
     ranks, samples, micro = explanation.layout.num_data_ranks, explanation.micro_batch, explanation.num_micro_batches
+    ragged = "up to " if ranks * samples * micro > explanation.batch_size else ""
     return (
         f"a step is {plural(explanation.batch_size, 'sample')} = {plural(ranks, 'data rank')} x "
-        f"{plural(samples, 'sample')} x {plural(micro, 'micro-batch')}, {explanation.precision}"
+        f"{ragged}{plural(samples, 'sample')} x {plural(micro, 'micro-batch')}, {explanation.precision}"
     )
 
 

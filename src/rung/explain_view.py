@@ -117,7 +117,9 @@ def show(explanation: Explanation, console: Console) -> None:
     _heading(console, "Sent in a step", "bytes of the whole tensor that a collective makes or a stage hands on")
     for group in groups_of(explanation, lambda view: view.messages):
         rows = message_rows(group.views[0].messages)
-        total = f"{human_bytes(sum(row.total_bytes for row in rows))} in {sum(row.times for row in rows):,} calls"
+        total = (
+            f"{human_bytes(sum(row.total_bytes for row in rows))} in {plural(sum(row.times for row in rows), 'call')}"
+        )
         console.print(f"{group.label}: {total if rows else 'nothing'}")
         if rows:
             console.print(_message_table(rows))

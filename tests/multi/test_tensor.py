@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rung import fakes
 from rung.errors import ModelError
@@ -74,7 +75,7 @@ def train(
 ) -> dict[str, Any]:
     """Losses, the gradients of the last step, the parameters and an output in evaluation, all whole."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9, foreach=False)
     losses = []
     for inputs, target in batches(case):
         optimizer.zero_grad()
@@ -278,6 +279,57 @@ def test_any_loss_may_be_taken_of_a_cut_output(num_ranks: int) -> None:
         in_float32 = found.pop(5)
         assert max(found) < 1e-10
         assert in_float32 < 1e-6
+
+
+class Listening(TorchDispatchMode):
+    """Counts collectives, those of DTensor (functional ones) included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # what it does comes by here again, on plain tensors
+        if "c10d" in func.namespace:
+            self.heard[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(rows: list[str]) -> list[dict[str, int]]:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for case, options in (ROWS[row] for row in rows):
+        model = build(case)
+        inputs, target = batches(case)[0]
+        plan = plan_of(model, inputs, 2, **options)
+        spread(model, plan, mesh)
+        for listening in (Listening(), Listening()):  # the second adds to gradients
+            with listening:
+                output = model(inputs)
+                with loss_context(plan):
+                    mean_loss(output, target).backward()
+        with listening:
+            settle_gradients(list(model.parameters()))
+        found.append(dict(listening.heard))
+    return found
+
+
+def test_a_step_sends_what_it_must_and_no_more() -> None:
+    """Each pair one sum forward and one backward, whatever it has of layers; nothing for weights."""
+    pairs, embedding, head = 2, 1, 3  # of a step's all-reduces: the head has two in the loss, and one backward
+    mlp, decoder, sequence = on_ranks(collectives_of_a_step, 2, ["mlp", "decoder", "pre-norm, sequence"])[0]
+    assert mlp == {"allreduce_": 2, "_allgather_base_": 1}  # its input has no gradient
+    assert decoder == {"allreduce_": 2 * pairs * 2 + embedding + head}
+    # Sums become scatters, and every scatter has a gather; the norms and biases are summed at once.
+    scatters = 3 * pairs * 2
+    gathers = scatters + 2  # and at the ends of the run
+    assert sequence == {
+        "allreduce_": embedding + head + 1,
+        "_allgather_base_": gathers,
+        "_reduce_scatter_base_": scatters,
+    }
 
 
 @dataclasses.dataclass

@@ -80,13 +80,11 @@ def parallelize(
     _treat_batch_norm(model, world, config, notes)
 
     if config.activation_checkpointing != "none":
-        apply_activation_checkpointing(
-            [block for _, block in find_blocks(model, blocks)], config.activation_checkpointing
-        )
+        apply_activation_checkpointing(_whole_blocks(spread, blocks), config.activation_checkpointing)
 
     if config.compile and (layout.uses_fully_shard or layout.is_composed):
         # Block by block: the communication between blocks cannot be compiled. Whole models are compiled by the runtime.
-        for _, block in find_blocks(model, blocks):
+        for block in _whole_blocks(spread, blocks):
             if layout.pp > 1:
                 block.forward = torch.compile(block.forward)
             else:
@@ -94,6 +92,19 @@ def parallelize(
 
     _give_storage(spread, weights, world, config, blocks)
     return spread
+
+
+def _whole_blocks(spread: Spread, blocks: str | None) -> list[nn.Module]:
+    """The model's blocks, none of which a cut goes through; or, where stages cut all of them, the stages' parts."""
+    found = find_blocks(spread.model, blocks)
+    if spread.stages is None:
+        return [block for _, block in found]
+    inside = [block for name, block in found if _is_in_part(name, spread.stages)]
+    return inside or [spread.model.get_submodule(name) for name in dict.fromkeys(spread.stages.calls)]
+
+
+def _is_in_part(name: str, stages: Stages) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in stages.calls)
 
 
 def _plan_tensors(spread: Spread, task: Task, world: World, config: RunConfig, example: Any) -> TensorPlan:
@@ -174,7 +185,7 @@ def _give_storage(spread: Spread, weights: Weights, world: World, config: RunCon
         sharding.refuse_scalars(model)
     units = choose_units(model, config.shard_by, blocks) if sharding is not None or layout.tp > 1 else []
     if stages is not None:  # a unit is called as a whole, so it must lie within a part
-        units = [(n, m) for n, m in units if any(n == part or n.startswith(f"{part}.") for part in stages.calls)]
+        units = [(name, unit) for name, unit in units if _is_in_part(name, stages)]
     units = without_shared(model, units, spread.notes)
 
     def prepare(name: str, module: nn.Module) -> None:
@@ -189,11 +200,10 @@ def _give_storage(spread: Spread, weights: Weights, world: World, config: RunCon
             sharding.apply(unit)
     if stages is None:
         prepare("", model)
+        _apply_sequence_parallel(spread, world)
     else:
         weights.fill(model)
         _make_parts(spread, world)
-    if spread.plan is not None and spread.plan.sequence_blocks:
-        _apply_sequence_parallel(spread, world)
     if sharding is not None:
         for root in spread.roots:
             sharding.apply(root, is_root=True)
@@ -225,6 +235,7 @@ def _make_parts(spread: Spread, world: World) -> None:
         )
         for owner, key in shared if cut_one is not None else []:
             owner._parameters[key] = cut_one
+    _apply_sequence_parallel(spread, world)
     conductor = Conductor(model, stages, expects_data=world.has_storage)
     spread.parts = [StagePart(conductor, stage) for stage in own]
     spread.roots = list(spread.parts)
@@ -232,7 +243,8 @@ def _make_parts(spread: Spread, world: World) -> None:
 
 def _apply_sequence_parallel(spread: Spread, world: World) -> None:
     """Each run of blocks that this rank has without a break cuts its input and gathers its output."""
-    assert spread.plan is not None
+    if spread.plan is None or not spread.plan.sequence_blocks:
+        return
     groups = [list(spread.plan.sequence_blocks)]
     if spread.stages is not None:
         groups = [spread.stages.modules_of(stage) for stage in own_stages(world)]

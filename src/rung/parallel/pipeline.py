@@ -49,9 +49,11 @@ class Conductor:
         self._next = self._start = self._stop = 0
         self._rehearsal: Rehearsal | None = None
         self._results: dict[Result, Tensor] = {}
+        self._finished: tuple[nn.Module, int] | None = None
         for name in dict.fromkeys(stages.calls):
             module = model.get_submodule(name)
-            module.forward = self._conducted(name, module.forward)
+            module.forward = self._conducted(name, module, module.forward)
+            module.register_forward_hook(self._take_result)  # after the hooks that cut tensors have had their say
 
     def run(
         self, stage: int, rehearsal: Rehearsal, received: dict[Result, Tensor], body: Callable[[], Any]
@@ -68,6 +70,7 @@ class Conductor:
             pass
         finally:
             self._is_running = self._is_inside = False
+            self._finished = None
             results, self._results, self._rehearsal = self._results, {}, None
         if self._next < self._stop:
             raise ModelError(
@@ -77,7 +80,14 @@ class Conductor:
         # What only passes through is handed on as it came.
         return {**results, **received}, outcome
 
-    def _conducted(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _take_result(self, module: nn.Module, args: Any, output: Any) -> None:
+        """What a call gives to the model: its forward's result, as hooks of the module left it."""
+        if self._finished is not None and self._finished[0] is module:
+            for leaf, tensor in enumerate(tensors_of(output)):
+                self._results[self._finished[1], leaf] = tensor
+            self._finished = None
+
+    def _conducted(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def conducted(*args: Any, **kwargs: Any) -> Any:
             if not self._is_running or self._is_inside:
@@ -104,8 +114,9 @@ class Conductor:
                 output = forward(*args, **kwargs)
             finally:
                 self._is_inside = False
-            for leaf, tensor in enumerate(tensors_of(output)):
-                self._results[index, leaf] = tensor
+            self._finished = module, index
+            self._take_result(module, args, output)  # in case that forward was called by itself, without hooks
+            self._finished = module, index
             return output
 
         return conducted

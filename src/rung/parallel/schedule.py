@@ -36,7 +36,6 @@ from rung.parallel.pipeline import StagePart
 from rung.parallel.rehearsal import Rehearsal
 from rung.parallel.stages import Result
 
-
 # When a stage fails, torch prints the whole table of actions, a hundred lines and more, over the cause.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 

@@ -1,0 +1,183 @@
+"""`rung explain` end to end, and its honesty: what a pretended step tells is what real ranks do."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from rung.cli import main
+from rung.config import RunConfig
+from rung.errors import ModelError
+from rung.explain import RankView, explain, look
+from rung.record import Message
+from rung.runtime import build_runtime
+from rung.status import StatusWriter
+from rung.strategy import Layout, natural_num_ranks, parse
+from rung.task import Task
+from rung.train import make_batches
+from rung.world import World, open_world, pretend_world
+from tests.harness import on_ranks
+from tests.tasks import EXAMPLES, TASKS, TinyGPT, text_data, text_task
+
+SMALL = [
+    "--set", "model.width=16", "--set", "model.heads=2", "--set", "model.context=8", "--set", "train_data.context=8",
+    "--set", "train_data.characters=5000", "--batch-size", "8",
+]  # fmt: skip
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(["explain", str(EXAMPLES / "gpt"), *arguments]) == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (
+            ["ddp", "--nproc", "1024"],
+            ["1024 replicas", "each of 1024 ranks", "blocks.*.mlp.up.weight", "x4", "all-reduce", "dp_replicate 1024"],
+        ),
+        (["fsdp", "--nproc", "4"], ["4 x 16", "0 by dp_shard", "all-gather", "reduce-scatter", "dp_shard 4"]),
+        (["fsdp2,tp2"], ["4 ranks", "0 by dp_shard, 1 by tp", "0 by dp_shard and tp", "tp 2"]),
+        (
+            ["pp4"],
+            ["0 and 3, tied", "stages 1-2 (ranks 1-2)", "pp neighbour", "(p-1) / (m+p-1) = 27.3%", "most: 4, 3, 2, 1"],
+        ),
+        (
+            ["pp2:interleaved,fsdp2"],
+            ["stages 0, 2 (ranks 0-1)", "stages 1+3", "»", "«", "(p-1) / (2m+p-1)", "dp_shard 2"],
+        ),
+    ],
+    ids=lambda value: value[0] if "--" not in value[0] else None,
+)
+def test_explain_gpt(capsys: pytest.CaptureFixture[str], tmp_path: Path, strategy: list[str], words: list[str]) -> None:
+    out = tmp_path / "picture.svg"
+    text = told(capsys, "--strategy", *strategy, *SMALL, "--out", str(out))
+    for word in words:
+        assert word in text
+    assert max(map(len, text.replace(str(out), "").splitlines())) <= 100
+    assert f"drawn: {out}" in text
+    ElementTree.parse(out)
+
+
+def test_json_is_the_raw_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(told(capsys, "--strategy", "pp2", *SMALL, "--json"))
+    assert [rank["stages"] for rank in document["ranks"]] == [[0], [1]]
+    assert document["num_micro_batches"] == 4
+    assert {slot["kind"] for slot in document["chart"]} == {"F", "B"}
+    names = [place["name"] for place in document["ranks"][1]["parameters"]]
+    assert "token.weight" in names and "blocks.0.mlp.up.weight" not in names
+
+
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "picture.svg" in told(capsys, "--strategy", "ddp2", "--out", "picture.png", code=2)
+    assert "there is no directory" in told(capsys, "--strategy", "ddp2", "--out", "not/here.svg", code=2)
+    assert "Did you mean 'fsdp'?" in told(capsys, "--strategy", "fsp", "--nproc", "2", code=2)
+    assert "as in --nproc 8" in told(capsys, "--strategy", "fsdp", code=2)
+    assert "Use at most 8 stages" in told(capsys, "--strategy", "pp64", *SMALL, code=2)
+    assert "is for a pipeline" in told(capsys, "--strategy", "ddp2", "--schedule", "zb", code=2)
+
+
+def test_a_batch_that_leaves_ranks_without_samples_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "56 of 64 data ranks get no sample" in told(capsys, "--strategy", "ddp64", *SMALL)
+
+
+def test_a_model_that_looks_at_values_cannot_be_explained() -> None:
+    class Looking(TinyGPT):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * (2 if tokens.sum().item() > 0 else 1)
+
+    with pytest.raises(ModelError, match="looks at the values of tensors"):
+        explain(text_task(model=Looking), parse("ddp", 2), RunConfig(batch_size=4))
+
+
+def test_a_stream_of_samples_is_explained_like_a_list() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(text_data(12))
+
+    config = RunConfig(batch_size=8, micro_batch=1)
+    streamed = explain(text_task(train_data=Stream), parse("fsdp", 4), config)
+    assert streamed == explain(text_task(), parse("fsdp", 4), config)
+
+
+# -- honesty -------------------------------------------------------------------------------------------------------
+
+
+def large_task() -> Task:
+    """More than DDP sends at a time."""
+    return text_task(model=lambda: TinyGPT(width=256))
+
+
+def looked_at(world: World, make_task: Callable[[], Task], config: RunConfig, warm_up: int = 1) -> RankView:
+    task, status = make_task(), StatusWriter()
+    runtime = build_runtime(task, world, config, total_steps=9, status=status)
+    return look(runtime, world, status, make_batches(task, config, world), warm_up=warm_up)
+
+
+def looked_at_for_real(make_task: Callable[[], Task], layout: Layout, config: RunConfig, warm_up: int) -> RankView:
+    with open_world(layout, device="cpu", timeout_seconds=60) as world:
+        return looked_at(world, make_task, config, warm_up)
+
+
+def compare(strategy: str, model: str, *, warm_up: int = 1, micro_batch: int | None = None) -> None:
+    """The ranks that are looked at, of a real job against a pretended one: all that is told of them."""
+    size = natural_num_ranks(strategy) or 2
+    layout, config = parse(strategy, size), RunConfig(batch_size=12, micro_batch=micro_batch, device="cpu", clip=1.0)
+    real = on_ranks(looked_at_for_real, size, TASKS[model], layout, config, warm_up)
+    for rank in range(0, size, size // layout.pp):
+        with pretend_world(layout, rank=rank) as world:
+            pretended = looked_at(world, TASKS[model], config)
+        assert pretended.messages == real[rank].messages, f"rank {rank}"
+        assert pretended.actions == real[rank].actions
+        assert pretended == real[rank]
+        assert layout.num_ranks == 1 or pretended.messages
+        assert bool(pretended.actions) == (layout.pp > 1)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("fsdp", "hsdp2x2", "tp2", "pp2", "pp2,ddp2", "fsdp2,tp2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero2", "pp2:zb,fsdp2", "pp2:interleaved,fsdp2")),
+    ],
+)
+def test_real_ranks_do_what_pretended_ones_tell(strategy: str) -> None:
+    compare(strategy, "text", micro_batch=None if strategy.startswith("pp") else 3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_real_ddp_does_what_a_pretended_one_tells(strategy: str) -> None:
+    """Its C++ reducer sends through the dispatcher, too. In the second step it also agrees on new buckets, once."""
+    compare(strategy, "images", warm_up=2, micro_batch=3)
+
+
+def test_ddp_of_a_large_model_sends_the_same_bytes_in_more_pieces() -> None:
+    """Pretended, the reducer keeps its first bucket, which holds everything; a note says so."""
+    layout, config = parse("ddp", 2), RunConfig(batch_size=4, device="cpu")
+    real = on_ranks(looked_at_for_real, 2, large_task, layout, config, 2)[0]
+    made = explain(large_task(), layout, config)
+    assert _sums(real.messages) == _sums(made.ranks[0].messages)
+    assert real.messages.total() > made.ranks[0].messages.total()
+    assert any("buckets" in note for note in made.notes)
+
+
+def _sums(messages: Counter[Message]) -> Counter[Message]:
+    """Bytes of each kind of message."""
+    found: Counter[Message] = Counter()
+    for message, times in messages.items():
+        found[replace(message, num_bytes=0)] += message.num_bytes * times
+    return found

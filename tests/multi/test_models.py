@@ -1,0 +1,110 @@
+"""Models of Hugging Face and torchvision, as they are: cut into tensors and stages they give what one process gives.
+
+They come from the task files in examples/, made small.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from rung.config import RunConfig, micro_batch_size
+from rung.strategy import natural_num_ranks, parse
+from rung.task import Task, load_task
+from tests.harness import on_ranks
+from tests.parity import Outcome, by_hand, largest_difference, with_rung
+from tests.tasks import EXAMPLES, grouped_sgd, text_data
+
+MISSING = [name for name in ("transformers", "torchvision") if importlib.util.find_spec(name) is None]
+if MISSING:
+    pytest.skip(f"{' and '.join(MISSING)} not installed: pip install 'rung[models]'", allow_module_level=True)
+
+# Loaded here, so that the server from which ranks are forked has imported both packages.
+LANGUAGE, VISION = load_task(EXAMPLES / "huggingface"), load_task(EXAMPLES / "vision")
+
+
+def language_task(kind: str) -> Task:
+    sizes = {"layers": 2, "width": 32, "heads": 4, "context": 8, "vocabulary": 23}
+    task = LANGUAGE.bind({"model.kind": kind, **{f"model.{key}": value for key, value in sizes.items()}})
+    return replace(
+        task, train_data=lambda: text_data(25), eval_data=lambda: text_data(7), optimizer=grouped_sgd, schedule=None
+    )
+
+
+def vision_task(kind: str) -> Task:
+    sizes = {"layers": 2, "width": 32, "heads": 4, "classes": 5}
+    task = VISION.bind({"model.kind": kind, **{f"model.{key}": value for key, value in sizes.items()}})
+    return replace(task, train_data=lambda: images(12), eval_data=lambda: images(6), optimizer=grouped_sgd)
+
+
+def images(count: int) -> TensorDataset:
+    g = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(count, 3, 32, 32, generator=g), torch.randint(5, (count,), generator=g))
+
+
+def gpt2_task() -> Task:
+    """A tied head, Hugging Face's Conv1D, fused queries, keys and values, outputs in a dataclass."""
+    return language_task("gpt2")
+
+
+def llama_task() -> Task:
+    """Fewer key than query heads, rotary positions, RMSNorm, and a tensor plan of its own."""
+    return language_task("llama")
+
+
+def resnet_task() -> Task:
+    return vision_task("resnet18")
+
+
+def vit_task() -> Task:
+    """A class token and positions that are used outside of any module."""
+    return vision_task("vit")
+
+
+def difference_from_a_loop_by_hand(make_task: Callable[[], Task], strategy: str, config: RunConfig) -> float:
+    num_ranks = natural_num_ranks(strategy)
+    assert num_ranks is not None
+    layout = parse(strategy, num_ranks)
+    found: list[Outcome] = on_ranks(with_rung, num_ranks, make_task, strategy, config)
+    own = micro_batch_size(config, layout)
+    expected = by_hand(make_task(), config, None if own is None else own * layout.num_data_ranks)
+    assert all(torch.isfinite(torch.tensor([*expected.losses, *expected.norms])))
+    return largest_difference(expected, found[0])
+
+
+LANGUAGE_CONFIG = RunConfig(batch_size=10, steps=4, precision="fp64", clip=0.5, device="cpu")
+VISION_CONFIG = RunConfig(batch_size=12, steps=2, precision="fp64", clip=0.5, device="cpu")
+
+
+@pytest.mark.parametrize("strategy", ["tp2", "pp2", "pp2,fsdp2"])
+def test_gpt2_of_hugging_face(strategy: str) -> None:
+    assert difference_from_a_loop_by_hand(gpt2_task, strategy, LANGUAGE_CONFIG) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["tp2", "pp2", "fsdp2,tp2", "pp2,tp2"])
+def test_llama_of_hugging_face(strategy: str) -> None:
+    assert difference_from_a_loop_by_hand(llama_task, strategy, LANGUAGE_CONFIG) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["tp2", "pp2", "pp2,ddp2"])
+def test_resnet18_of_torchvision(strategy: str) -> None:
+    # Six images at a time over all ranks. The last batch norms see one pixel of each; with three images even one
+    # process has only eight digits that do not depend on the order of additions.
+    micro_batch = {"tp2": None, "pp2": 6, "pp2,ddp2": 3}[strategy]
+    config = replace(VISION_CONFIG, micro_batch=micro_batch)
+    assert difference_from_a_loop_by_hand(resnet_task, strategy, config) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["tp2", "pp2", "pp2,fsdp2"])
+def test_vision_transformer_of_torchvision(strategy: str) -> None:
+    assert difference_from_a_loop_by_hand(vit_task, strategy, VISION_CONFIG) < 1e-9
+
+
+def test_llama_is_cut_by_its_own_plan() -> None:
+    found = on_ranks(with_rung, 2, llama_task, "tp2", replace(LANGUAGE_CONFIG, steps=1))
+    assert any("the model's own plan" in note for note in found[0].notes)
