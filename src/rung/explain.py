@@ -168,6 +168,10 @@ def _limits(layout: Layout, config: RunConfig, views: list[RankView], batches: B
         found.append(
             f"bytes are those of a run on the CPU; on GPUs parameters are gathered in {config.precision}: half of it"
         )
+    if layout.is_composed and batches.cut.global_micro_batch % layout.num_data_ranks:
+        found.append(
+            "micro-batches do not divide evenly: what is sent is that of a rank with one sample less than others"
+        )
     without = layout.num_data_ranks - batches.cut.global_micro_batch
     if without > 0:
         found.append(
@@ -232,12 +236,13 @@ def _ready(kind: str, stage: int, chunk: int, last: int, done: dict[tuple[str, i
 
 
 def look(runtime: MeshRuntime, world: World, status: StatusWriter, batches: Batches, *, warm_up: int = 1) -> RankView:
-    """Take a short step, which also sets things up, then a whole one of the same batch, and read that."""
+    """Take a step, which also sets things up, then another with the same batch, and read that."""
     stages = runtime.stages if isinstance(runtime, PipelineRuntime) else []
     window: Window = next(iter(runtime.place(batches)))
-    few = replace(window, micro_batches=window.micro_batches[: len(stages) * world.layout.pp or 1])
+    # One micro-batch is enough to set up, but a pipeline greets its neighbours anew for each number of them.
+    first = window if stages else replace(window, micro_batches=window.micro_batches[:1])
     for _ in range(warm_up):
-        runtime.step(few, want_norm=True)
+        runtime.step(first, want_norm=True)
     for stage in stages:
         stage.log = []
     with world.tensors(), Recorder(world, status) as recorder:

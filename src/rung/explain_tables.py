@@ -52,7 +52,7 @@ class MessageRow:
     def over(self) -> str:
         if self.operation in ("send", "receive"):
             return f"{self.axis} neighbour"
-        return f"{self.axis} {self.num_ranks}" if self.axis != "some" else f"{self.num_ranks} ranks"
+        return f"{self.axis} {self.num_ranks}"
 
     @property
     def each(self) -> str:

@@ -83,7 +83,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             num_bytes *= len(ranks)  # only what goes in is among the arguments
         marked = [getattr(t, "rung_phase", None) for some in tensors for t in some]
         phase = next((mark for mark in marked if mark), self._status.current().phase)
-        self.messages.append(Message(phase, operation, num_bytes, self._axes.get(ranks, "some"), len(ranks)))
+        self.messages.append(Message(phase, operation, num_bytes, self._axis_of(ranks), len(ranks)))
+
+    def _axis_of(self, ranks: tuple[int, ...]) -> str:
+        """The axes along which the ranks of a group differ."""
+        if ranks not in self._axes:
+            places = [self._world.layout.coordinates(rank) for rank in ranks]
+            names = [name for name in self._world.layout.axes if len({place[name] for place in places}) > 1]
+            self._axes[ranks] = "+".join(names)
+        return self._axes[ranks]
 
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:

@@ -26,12 +26,14 @@ from rung.task import Task
 from rung.train import make_batches
 from rung.world import World, open_world, pretend_world
 from tests.harness import on_ranks
-from tests.tasks import EXAMPLES, TASKS, TinyGPT, text_data, text_task
+from tests.tasks import EXAMPLES, TinyGPT, image_task, text_data, text_task
 
 SMALL = [
     "--set", "model.width=16", "--set", "model.heads=2", "--set", "model.context=8", "--set", "train_data.context=8",
     "--set", "train_data.characters=5000", "--batch-size", "8",
 ]  # fmt: skip
+
+TWO_LAYERS = ["--set", "model.layers=2"]
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -47,11 +49,14 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     ("strategy", "words"),
     [
         (
-            ["ddp", "--nproc", "1024"],
-            ["1024 replicas", "each of 1024 ranks", "blocks.*.mlp.up.weight", "x4", "all-reduce", "dp_replicate 1024"],
+            ["ddp", "--nproc", "1024", *TWO_LAYERS],
+            ["1024 replicas", "each of 1024 ranks", "blocks.*.mlp.up.weight", "x2", "all-reduce", "dp_replicate 1024"],
         ),
-        (["fsdp", "--nproc", "4"], ["4 x 16", "0 by dp_shard", "all-gather", "reduce-scatter", "dp_shard 4"]),
-        (["fsdp2,tp2"], ["4 ranks", "0 by dp_shard, 1 by tp", "0 by dp_shard and tp", "tp 2"]),
+        (
+            ["fsdp", "--nproc", "4", *TWO_LAYERS],
+            ["4 x 16", "0 by dp_shard", "all-gather", "reduce-scatter", "dp_shard 4"],
+        ),
+        (["fsdp2,tp2", *TWO_LAYERS], ["4 ranks", "0 by dp_shard, 1 by tp", "0 by dp_shard and tp", "tp 2"]),
         (
             ["pp4"],
             ["0 and 3, tied", "stages 1-2 (ranks 1-2)", "pp neighbour", "(p-1) / (m+p-1) = 27.3%", "most: 4, 3, 2, 1"],
@@ -74,7 +79,7 @@ def test_explain_gpt(capsys: pytest.CaptureFixture[str], tmp_path: Path, strateg
 
 
 def test_json_is_the_raw_explanation(capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads(told(capsys, "--strategy", "pp2", *SMALL, "--json"))
+    document = json.loads(told(capsys, "--strategy", "pp2", *SMALL, *TWO_LAYERS, "--json"))
     assert [rank["stages"] for rank in document["ranks"]] == [[0], [1]]
     assert document["num_micro_batches"] == 4
     assert {slot["kind"] for slot in document["chart"]} == {"F", "B"}
@@ -92,7 +97,9 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_batch_that_leaves_ranks_without_samples_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "56 of 64 data ranks get no sample" in told(capsys, "--strategy", "ddp64", *SMALL)
+    assert "56 of 64 data ranks get no sample" in told(capsys, "--strategy", "ddp64", *SMALL, *TWO_LAYERS)
+    made = explain(text_task(), parse("ddp2,tp2", 4), RunConfig(batch_size=5))
+    assert any("do not divide evenly" in note for note in made.notes)
 
 
 def test_a_model_that_looks_at_values_cannot_be_explained() -> None:
@@ -117,6 +124,10 @@ def test_a_stream_of_samples_is_explained_like_a_list() -> None:
 # -- honesty -------------------------------------------------------------------------------------------------------
 
 
+def small_task() -> Task:
+    return text_task(model=lambda: TinyGPT(layers=1))
+
+
 def large_task() -> Task:
     """More than DDP sends at a time."""
     return text_task(model=lambda: TinyGPT(width=256))
@@ -133,14 +144,14 @@ def looked_at_for_real(make_task: Callable[[], Task], layout: Layout, config: Ru
         return looked_at(world, make_task, config, warm_up)
 
 
-def compare(strategy: str, model: str, *, warm_up: int = 1, micro_batch: int | None = None) -> None:
-    """The ranks that are looked at, of a real job against a pretended one: all that is told of them."""
+def compare(strategy: str, make_task: Callable[[], Task], micro_batch: int | None) -> None:
+    """Ranks in their third step for real against those that `explain` looks at: all that is told of them."""
     size = natural_num_ranks(strategy) or 2
     layout, config = parse(strategy, size), RunConfig(batch_size=12, micro_batch=micro_batch, device="cpu", clip=1.0)
-    real = on_ranks(looked_at_for_real, size, TASKS[model], layout, config, warm_up)
+    real = on_ranks(looked_at_for_real, size, make_task, layout, config, 2)
     for rank in range(0, size, size // layout.pp):
         with pretend_world(layout, rank=rank) as world:
-            pretended = looked_at(world, TASKS[model], config)
+            pretended = looked_at(world, make_task, config)
         assert pretended.messages == real[rank].messages, f"rank {rank}"
         assert pretended.actions == real[rank].actions
         assert pretended == real[rank]
@@ -156,13 +167,13 @@ def compare(strategy: str, model: str, *, warm_up: int = 1, micro_batch: int | N
     ],
 )
 def test_real_ranks_do_what_pretended_ones_tell(strategy: str) -> None:
-    compare(strategy, "text", micro_batch=None if strategy.startswith("pp") else 3)
+    compare(strategy, small_task if "interleaved" not in strategy else text_task, 3)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_real_ddp_does_what_a_pretended_one_tells(strategy: str) -> None:
-    """Its C++ reducer sends through the dispatcher, too. In the second step it also agrees on new buckets, once."""
-    compare(strategy, "images", warm_up=2, micro_batch=3)
+    """Its C++ reducer sends through the dispatcher, too. (In the second step it also agrees on new buckets, once.)"""
+    compare(strategy, image_task, 3)
 
 
 def test_ddp_of_a_large_model_sends_the_same_bytes_in_more_pieces() -> None:

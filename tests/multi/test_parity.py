@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+import rung.runtime.mesh as runtime_mesh
+import rung.runtime.pipeline as runtime_pipeline
 from rung.config import RunConfig, micro_batch_size
 from rung.strategy import parse
 from tests.harness import on_ranks
 from tests.matrix import BATCH_SIZE, ROWS, Row
-from tests.parity import by_hand, largest_difference, with_rung
+from tests.parity import Outcome, by_hand, largest_difference, with_rung
 from tests.tasks import TASKS
 
 
@@ -66,3 +71,30 @@ def test_clipping_far_below_the_norm_scales_by_the_true_one(strategy: str) -> No
     assert min(expected.norms) > 0.1
     found = on_ranks(with_rung, 4, TASKS["text"], strategy, config)
     assert largest_difference(expected, found[0]) < 1e-9
+
+
+def _broken(make_task: Any, strategy: str, config: RunConfig, how: str) -> Outcome:
+    """A runtime with a mistake in how micro-batches add up."""
+    count = 0
+
+    def wrong(loss: torch.Tensor, share: float | torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if how == "sum":
+            return loss
+        return loss * share if count % 3 == 0 else loss * 0.0
+
+    runtime_pipeline.weighted = wrong
+    runtime_mesh.weighted = wrong
+    return with_rung(make_task, strategy, config)
+
+
+@pytest.mark.parametrize("how", ["sum", "last only"])
+@pytest.mark.parametrize("strategy", ["pp2", "pp2:zb", "ddp"])
+def test_the_matrix_notices_micro_batches_that_add_up_wrongly(strategy: str, how: str) -> None:
+    """A sum taken for a mean, or only the last micro-batch counted: the check that rows pass must fail here."""
+    row = Row(strategy, "gpt", 2, accumulates=True)
+    config = RunConfig(batch_size=24, micro_batch=row.micro_batch, steps=3, precision="fp64", device="cpu")
+    expected = by_hand(TASKS["gpt"](), config, row.global_micro_batch)
+    found = on_ranks(_broken, 2, TASKS["gpt"], strategy, config, how)
+    assert largest_difference(expected, found[0]) > 1e-4

@@ -137,6 +137,64 @@ class DictBetweenBlocks(nn.Module):
         return self.head(state["hidden"])
 
 
+class ChangingInPlace(Base):
+    """Between its blocks it changes what they returned, on all stages alike, and fills a tensor piece by piece."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        start = self.token(tokens)
+        x = torch.zeros_like(start)
+        x[:, 1:] = start[:, :-1]
+        late = torch.zeros_like(start)
+        late[:, 2:] = start[:, 2:] * 2
+        for layer in self.layers:
+            x = layer(x)
+            x.mul_(0.5)
+            x[:, 0] += 1
+        return self.head(x + late)
+
+
+class Remembering(nn.Module):
+    """A block that is handed something by an attribute, not by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mixer()
+        self.memory: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.memory[0].mean(dim=1, keepdim=True)
+
+
+class ByAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Remembering() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        for layer in self.layers:
+            layer.memory[:] = [x if layer is self.layers[0] else self.layers[0].memory[0]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Recurring(Base):
+    """One block six times, and one parameter in every round: a stage uses both more than once."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        for _ in range(6):
+            x = self.layers[0](x) * self.scale
+        return self.head(x)
+
+
 class Deciding(Base):
     """Decides by the values of a tensor."""
 
@@ -187,6 +245,18 @@ def encoder_decoder_task() -> Task:
 
 def dict_task() -> Task:
     return task_of(DictBetweenBlocks)
+
+
+def in_place_task() -> Task:
+    return task_of(ChangingInPlace)
+
+
+def attribute_task() -> Task:
+    return task_of(ByAttribute)
+
+
+def recurring_task() -> Task:
+    return task_of(Recurring)
 
 
 def deciding_task() -> Task:
@@ -243,6 +313,20 @@ def test_encoder_and_decoder(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["pp2", "pp4"])
 def test_blocks_that_exchange_dicts_with_masks_and_numbers(strategy: str) -> None:
     assert difference_from_one_process(dict_task, strategy) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["pp2", "pp4:zb"])
+def test_results_that_are_changed_in_place_between_blocks(strategy: str) -> None:
+    assert difference_from_one_process(in_place_task, strategy) < 1e-9
+
+
+def test_what_a_block_is_handed_by_an_attribute() -> None:
+    assert difference_from_one_process(attribute_task, "pp2") < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["pp2:zb", "pp2,fsdp2"])
+def test_parameters_that_a_stage_uses_twice(strategy: str) -> None:
+    assert difference_from_one_process(recurring_task, strategy) < 1e-9
 
 
 @pytest.mark.parametrize("strategy", ["pp2:zb", "pp2,fsdp2"])

@@ -50,6 +50,7 @@ class Conductor:
         self._rehearsal: Rehearsal | None = None
         self._results: dict[Result, Tensor] = {}
         self._finished: tuple[nn.Module, int] | None = None
+        self._others: dict[int, list[nn.Module]] = {}
         for name in dict.fromkeys(stages.calls):
             module = model.get_submodule(name)
             module.forward = self._conducted(name, module, module.forward)
@@ -64,11 +65,16 @@ class Conductor:
         self._results = {key: _Fresh.apply(t) if t.requires_grad else t for key, t in received.items()}  # type: ignore[no-untyped-call]
         self._is_running = True
         outcome: Any = None
+        others = self._parts_of_other_stages(stage)
+        for module in others:
+            module._compiled_call_impl = module.forward  # past its hooks: sharding would gather it for nothing
         try:
             outcome = body()
         except _StageEnd:
             pass
         finally:
+            for module in others:
+                module._compiled_call_impl = None
             self._is_running = self._is_inside = False
             self._finished = None
             results, self._results, self._rehearsal = self._results, {}, None
@@ -79,6 +85,13 @@ class Conductor:
             )
         # What only passes through is handed on as it came.
         return {**results, **received}, outcome
+
+    def _parts_of_other_stages(self, stage: int) -> list[nn.Module]:
+        if stage not in self._others:
+            own = set(self.stages.modules_of(stage))
+            names = [name for name in dict.fromkeys(self.stages.calls) if name not in own]
+            self._others[stage] = [self.model.get_submodule(name) for name in names]
+        return self._others[stage]
 
     def _take_result(self, module: nn.Module, args: Any, output: Any) -> None:
         """What a call gives to the model: its forward's result, as hooks of the module left it."""

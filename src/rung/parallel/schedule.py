@@ -76,6 +76,7 @@ class Stage(_PipelineStageBase):
         device: torch.device,
         group: dist.ProcessGroup,
         before_backward: Callable[[nn.Module, bool], None],
+        tell_phase: Callable[[str], None],
         *,
         takes_apart: bool,
     ) -> None:
@@ -83,6 +84,7 @@ class Stage(_PipelineStageBase):
         super().__init__(nn.Module(), part.stage, num_stages, device, group)
         self.part = part
         self._before_backward = before_backward
+        self._tell_phase = tell_phase
         self._takes_apart = takes_apart  # whether the schedule separates the inputs' gradients from the weights'
         self._steps: list[Chunk] = []
         self._received: dict[int, list[Tensor]] = {}
@@ -144,6 +146,7 @@ class Stage(_PipelineStageBase):
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
         started = time.perf_counter()
+        self._tell_phase("forward")
         chunk = self._steps[fwd_chunk_id]
         received = self._received.setdefault(fwd_chunk_id, [])
         for tensor in received:

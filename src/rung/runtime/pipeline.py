@@ -46,6 +46,7 @@ class PipelineRuntime(MeshRuntime):
                 world.device,
                 self._group,
                 self._before_backward,
+                self._status.phase,
                 takes_apart=layout.schedule == "zb",
             )
             for part in spread.parts
