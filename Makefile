@@ -10,7 +10,7 @@ BIN := .venv/bin
 	touch $@
 
 .venv/dev: .venv/rung
-	$(BIN)/pip install --quiet --editable ".[dev,examples]"
+	$(BIN)/pip install --quiet --editable ".[dev,examples,models]"
 	touch $@
 
 .venv/bench: .venv/rung

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +115,7 @@ def largest_difference(one: Outcome, other: Outcome) -> float:
         differences.append(delta.max().item() if delta.numel() else 0.0)
     for name, number in one.evaluation.items():
         differences.append(abs(number - other.evaluation[name]))
-    return max(differences)
+    return math.inf if any(math.isnan(value) for value in differences) else max(differences)
 
 
 def _double(batch: Any) -> Any:

@@ -24,7 +24,7 @@ from rung.parallel.materialize import Weights, is_absent
 from rung.parallel.pipeline import Conductor, StagePart, places_of
 from rung.parallel.rehearsal import Rehearser
 from rung.parallel.sharding import Sharding, choose_units, gathered_type, without_shared
-from rung.parallel.stages import Stages, cut, parts_of
+from rung.parallel.stages import Stages, crossing, cut, parts_of
 from rung.parallel.tensor import apply_sequence_parallel, apply_tensor_plan
 from rung.parallel.tensor_plan import TensorPlan, make_plan
 from rung.task import Task
@@ -75,7 +75,7 @@ def parallelize(
     if layout.tp > 1:
         spread.plan = _plan_tensors(spread, task, world, config, example)
     if layout.pp > 1:
-        spread.stages = _split(spread, weights, world, config, blocks, example)
+        spread.stages = _split(spread, weights, world, config, task, example)
 
     _treat_batch_norm(model, world, config, notes)
 
@@ -128,15 +128,15 @@ def _plan_tensors(spread: Spread, task: Task, world: World, config: RunConfig, e
     return plan
 
 
-def _split(
-    spread: Spread, weights: Weights, world: World, config: RunConfig, blocks: str | None, example: Any
-) -> Stages:
+def _split(spread: Spread, weights: Weights, world: World, config: RunConfig, task: Task, example: Any) -> Stages:
     """Cut into stages, and let this rank keep what its own need."""
     rehearser = spread.rehearser
     assert rehearser is not None
     layout = world.layout
-    rehearser.is_part = parts_of(rehearser.twin, blocks)
+    rehearser.is_part = parts_of(rehearser.twin, task.blocks)
     stages = cut(rehearser.twin, rehearser(example), layout.num_stages, config.split)
+    if task.eval_data is not None and config.eval_every != "never":
+        crossing(stages, rehearser(example, training=False))  # now, rather than after the first epoch
     spread.notes += stages.describe()
     own = set(own_stages(world))
     parts = {name for stage in range(layout.num_stages) for name in stages.modules_of(stage)}

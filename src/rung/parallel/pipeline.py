@@ -47,6 +47,7 @@ class Conductor:
         self._expects_data = expects_data
         self._is_running = self._is_inside = False
         self._next = self._start = self._stop = 0
+        self._regions: list[Any] = [None]
         self._rehearsal: Rehearsal | None = None
         self._results: dict[Result, Tensor] = {}
         self._finished: tuple[nn.Module, int] | None = None
@@ -62,8 +63,12 @@ class Conductor:
         """Run `body`, which calls the model, on one stage: the results it has, and what `body` returned if it ended."""
         self._start, self._stop = self.stages.bounds[stage], self.stages.bounds[stage + 1]
         self._next, self._rehearsal = 0, rehearsal
-        self._results = {key: _Fresh.apply(t) if t.requires_grad else t for key, t in received.items()}  # type: ignore[no-untyped-call]
+        self._results = {}
+        for key, tensor in received.items():
+            fresh = _Fresh.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+            self._results[key] = tensor.clone() if key in rehearsal.changed else fresh
         self._is_running = True
+        self._regions = [_checkpointed_region()]
         outcome: Any = None
         others = self._parts_of_other_stages(stage)
         for module in others:
@@ -96,8 +101,11 @@ class Conductor:
     def _take_result(self, module: nn.Module, args: Any, output: Any) -> None:
         """What a call gives to the model: its forward's result, as hooks of the module left it."""
         if self._finished is not None and self._finished[0] is module:
+            assert self._rehearsal is not None
             for leaf, tensor in enumerate(tensors_of(output)):
-                self._results[self._finished[1], leaf] = tensor
+                key = self._finished[1], leaf
+                # Every stage repeats what forward does between its parts, so what is sent must be as the part left it.
+                self._results[key] = tensor.clone() if key in self._rehearsal.changed else tensor
             self._finished = None
 
     def _conducted(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,6 +120,7 @@ class Conductor:
                     f"forward called {name} where it called {expected} for the first batch. "
                     "A pipeline needs the same calls in every step."
                 )
+            self._refuse_cut_region(index)
             if index >= self._stop:
                 raise _StageEnd
             self._next += 1
@@ -134,6 +143,17 @@ class Conductor:
 
         return conducted
 
+    def _refuse_cut_region(self, index: int) -> None:
+        """A region that the model itself checkpoints is computed again as a whole, so it must lie within one stage."""
+        region = _checkpointed_region()
+        if index in (self._start, self._stop) and region != self._regions[0] and region == self._regions[-1]:
+            before, after = self.stages.calls[index - 1], self.stages.calls[index]
+            raise ModelError(
+                f"the model checkpoints a region that holds both {before} and {after}, which are in different stages. "
+                "Cut elsewhere with --split, or let Rung checkpoint (--activation-checkpointing) instead of the model."
+            )
+        self._regions.append(region)
+
     def _stand_in(self, index: int) -> Any:
         """What the call gave in the rehearsal, with the values that were received put in."""
         assert self._rehearsal is not None
@@ -146,6 +166,13 @@ class Conductor:
             else:
                 filled.append(leaf)
         return tree_unflatten(filled, form)
+
+
+def _checkpointed_region() -> Any:
+    """What tells one open `torch.utils.checkpoint` from another: the hooks that save tensors now."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = top(True) if top is not None else None
+    return None if hooks is None else id(hooks[0])
 
 
 class StagePart(nn.Module):

@@ -52,6 +52,7 @@ class Rehearsal:
     output: Any = None
     needs: set[Source] = field(default_factory=set)  # of the output
     unused: list[str] = field(default_factory=list)  # parameters that no operation touched
+    changed: set[Source] = field(default_factory=set)  # results that code between the calls changes in place
 
 
 def rehearse(
@@ -84,6 +85,7 @@ def rehearse(
     used = set().union(*(call.parameters for call in watch.calls), watch.loose)
     result = Rehearsal(watch.calls, output, watch.sources_of(output))
     result.unused = sorted(set(names.values()) - used)
+    result.changed = watch.changed
     return result
 
 
@@ -185,7 +187,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.loose: set[str] = set()
         self._open: list[Call] = []
+        self.changed: set[Source] = set()
         self._sources: dict[int, set[Source]] = {}
+        # By memory, which several tensors may share: what was written into it, and whose result it is.
+        self._written: dict[int, set[Source]] = {}
+        self._results: dict[int, set[Source]] = {}
         self._alive: list[Tensor] = []  # so that an identity stays one tensor's
 
     @property
@@ -196,6 +202,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: set[Source] = set()
         for tensor in tensors_of(data):
             found |= self._sources.get(id(tensor), set())
+            found |= self._written.get(_memory(tensor), set())
             if id(tensor) in self.names:
                 found.add(self.names[id(tensor)])
         return found
@@ -211,6 +218,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open.pop()
         for leaf, tensor in enumerate(tensors_of(output)):
             self._remember(tensor, {(call.index, leaf)})
+            self._results.setdefault(_memory(tensor), set()).add((call.index, leaf))
 
     def _remember(self, tensor: Tensor, sources: set[Source]) -> None:
         self._sources[id(tensor)] = sources
@@ -220,22 +228,40 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         given = tensors_of((args, kwargs))
         output = func(*args, **kwargs)
+        if func is torch.ops.aten.rand.default and not args[0]:
+            # One number, drawn to skip a layer now and then. A cut model can have that only if it never happens.
+            output = torch.tensor(1 - 2**-24, dtype=output.dtype, device=output.device)
         parameters = {self.names[id(tensor)] for tensor in given if id(tensor) in self.names}
         if self._open:
             call = self._open[-1]
             call.parameters |= parameters
+            for tensor in given:  # also what came another way than as an argument
+                call.needs |= self._sources.get(id(tensor), set())
             count = flop_registry.get(func._overloadpacket)
             if count is not None:
                 with contextlib.suppress(Exception):
                     call.flops += int(count(*args, **kwargs, out_val=output))
             return output
         self.loose |= parameters
-        sources: set[Source] = set(parameters)
-        for tensor in given:
-            sources |= self._sources.get(id(tensor), set())
+        sources = self.sources_of(given)
+        for tensor in _changed_by(func, args, kwargs):
+            self._written.setdefault(_memory(tensor), set()).update(sources)
+            self.changed |= self._results.get(_memory(tensor), set())
         for tensor in tensors_of(output):
             self._remember(tensor, sources)
         return output
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _changed_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+    by_name = {a.name for a, is_written in zip(func._schema.arguments, written, strict=True) if is_written}
+    places = [arg for arg, is_written in zip(args, written, strict=False) if is_written]
+    return tensors_of((places, [value for key, value in kwargs.items() if key in by_name]))
 
 
 def _observe(module: nn.Module, name: str, watch: _Watch) -> Callable[[], None]:

@@ -92,6 +92,7 @@ class Stage(_PipelineStageBase):
         self._output_grads: dict[int, list[Tensor | None]] = {}
         self._input_grads: dict[int, list[Tensor | None]] = {}
         self._deferred: dict[int, Callable[[], None]] = {}
+        self._separable: dict[tuple[int, int], bool] = {}  # by the form of a micro-batch
         self.log: list[Action] | None = None  # of what was computed, if anyone wants it
 
     def begin(self, chunks: list[Chunk], *, has_backward: bool = True) -> None:
@@ -196,7 +197,7 @@ class Stage(_PipelineStageBase):
             outputs, grads = [output for output, _ in kept], [grad for _, grad in kept]
         passes_through = any(output is tensor for output in outputs for tensor in received)
         # Taking backward apart needs something to be done first: the gradient of what was received.
-        takes_apart = not full_backward and not passes_through and any(t.requires_grad for t in received) and outputs
+        takes_apart = not full_backward and not passes_through and self._is_separable(chunk, outputs, received)
         with chunk.around():
             if takes_apart:
                 self._backward_to_inputs(bwd_chunk_id, outputs, grads, received)
@@ -217,6 +218,12 @@ class Stage(_PipelineStageBase):
             self._input_grads[bwd_chunk_id] = [_grad_of(tensor) for tensor in received]
         if full_backward or received:
             self._note("B" if full_backward or not takes_apart else "I", bwd_chunk_id, started)
+
+    def _is_separable(self, chunk: Chunk, outputs: list[Tensor], received: list[Tensor]) -> bool:
+        key = (id(chunk.rehearsal), len(outputs))
+        if key not in self._separable:
+            self._separable[key] = is_separable(outputs, [tensor for tensor in received if tensor.requires_grad])
+        return self._separable[key]
 
     def _backward_to_inputs(
         self, index: int, outputs: list[Tensor], grads: list[Tensor | None], received: list[Tensor]
@@ -326,6 +333,49 @@ def forward_only(stages: list[Stage], num_chunks: int) -> list[Any]:
 
 def _start(operations: list[dist.P2POp]) -> list[Any]:
     return list(dist.batch_isend_irecv(operations)) if operations else []
+
+
+def is_separable(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
+    """Whether torch's way to put off the weights' gradients is right for this graph.
+
+    It follows the gradient from the outputs to the inputs and keeps what passes where a weight joins. So every output
+    must depend on an input, and no weight may join in two places: the first lies on the way to the second.
+    """
+    if not outputs or not inputs:
+        return False
+    ends = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs}
+    roots = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in outputs]
+    below = {node: [n for n, _ in node.next_functions if n is not None] for node in _nodes(roots)}
+    above: dict[Any, list[Any]] = {node: [] for node in below}
+    for node, nexts in below.items():
+        for after in nexts:
+            above[after].append(node)
+    on_path: set[Any] = set()
+    waiting = [node for node in ends if node in below]
+    while waiting:
+        node = waiting.pop()
+        if node not in on_path:
+            on_path.add(node)
+            waiting += above[node]
+    if not all(root in on_path for root in roots):
+        return False
+    joins: dict[Any, Any] = {}
+    for node in on_path:
+        for leaf in _nodes([after for after in below[node] if after not in on_path]):
+            if not below[leaf] and joins.setdefault(leaf, node) is not node:
+                return False
+    return True
+
+
+def _nodes(roots: list[Any]) -> set[Any]:
+    found: set[Any] = set()
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [after for after, _ in node.next_functions if after is not None]
+    return found
 
 
 def _as_is(output: Tensor, target: None) -> Tensor:

@@ -84,6 +84,8 @@ class Trial:
             return None
         with _apart():
             try:
+                if not all(self._matters(name, rows) for name in columns):
+                    return None
                 found = [self._prove_on(columns, rows, rank, num_ranks) for rank in range(num_ranks)]
             except Exception:  # a size that is fixed in forward
                 return None
@@ -175,6 +177,18 @@ class Trial:
         rows = weight.chunk(num_ranks)[rank]
         part = None if bias is None else bias.chunk(num_ranks)[rank]
         return lambda x: F.linear(x, rows, part)
+
+    def _matters(self, name: str, rows: str) -> bool:
+        """Whether a layer's result has any effect on what `rows` takes: else these inputs prove nothing."""
+        reached: list[Tensor] = []
+        whole = self._part(name, 0, 1)
+
+        def catch(x: Tensor) -> Tensor:
+            reached.append(x)
+            return self.results[rows]
+
+        self._run({name: lambda x: 1 - whole(x), rows: catch})
+        return not _equal(reached[0], self.inputs[rows])
 
     def _prove_on(self, columns: Sequence[str], rows: str, rank: int, num_ranks: int) -> list[str] | None:
         """Whether one rank's part is right; the norms whose gradient is then a part of the whole one."""
@@ -328,7 +342,7 @@ def _random(like: Tensor, shape: Sequence[int], generator: torch.Generator, flag
         return torch.randn(tuple(shape), generator=generator, dtype=torch.complex64)
     if like.is_floating_point():
         return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
-    return torch.full(tuple(shape), flag) if like.dtype == torch.bool else torch.zeros(tuple(shape), dtype=like.dtype)
+    return torch.full(tuple(shape), flag, dtype=like.dtype)  # of numbers: 1 is a place in any table, and no mask
 
 
 def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:

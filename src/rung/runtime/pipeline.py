@@ -87,9 +87,10 @@ class PipelineRuntime(MeshRuntime):
             made = make_schedule(chosen, self.stages, num_chunks)
             self._schedules[num_chunks] = made
             if not made.is_as_asked:
+                several = "es" if num_chunks > 1 else ""
                 self.notes.append(
-                    f"{chosen} cannot take {num_chunks} micro-batches on {self.world.layout.num_stages} stages; steps "
-                    f"with so many run as {made.runs_as}, with the same numbers"
+                    f"{chosen} cannot take {num_chunks} micro-batch{several} on {self.world.layout.num_stages} stages; "
+                    f"steps with so many run as {made.runs_as}, with the same numbers"
                 )
         return self._schedules[num_chunks].schedule
 
