@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint bench bench-gpu clean
+.PHONY: demo test test-all lint bench bench-gpu bench-bubble clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -40,6 +40,9 @@ bench: .venv/bench
 
 bench-gpu: .venv/bench
 	$(BIN)/python -m benchmarks.speed --device cuda
+
+bench-bubble: .venv/rung
+	$(BIN)/python -m benchmarks.bubble
 
 clean:
 	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
