@@ -180,9 +180,9 @@ def parse(text: str, num_ranks: int, ranks_per_host: int | None = None, schedule
     taken = math.prod(sized.values())
     if not unsized and taken != num_ranks:
         open_name = ",".join(part.name if part.place == "data" else part.text for part in parts)
+        other = f", or {open_name!r}, whose unsized part takes the rest" if open_name != text else ""
         raise StrategyError(
-            f"{text!r} is a layout of {taken} processes, but the job has {num_ranks}. "
-            f"Use --nproc {taken}, or {open_name!r}, whose unsized part takes the rest."
+            f"{text!r} is a layout of {taken} processes, but the job has {num_ranks}. Use --nproc {taken}{other}."
         )
     if unsized and num_ranks % taken:
         raise StrategyError(

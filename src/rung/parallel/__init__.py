@@ -134,7 +134,15 @@ def _split(spread: Spread, weights: Weights, world: World, config: RunConfig, ta
     assert rehearser is not None
     layout = world.layout
     rehearser.is_part = parts_of(rehearser.twin, task.blocks)
-    stages = cut(rehearser.twin, rehearser(example), layout.num_stages, config.split)
+    before = _plain_values(rehearser)
+    rehearsal = rehearser(example)
+    changed = [name for name, value in _plain_values(rehearser).items() if before.get(name) != value]
+    if changed:
+        raise ModelError(
+            f"forward changes {', '.join(changed[:3])}, outside of the parts that stages are made of; a stage that "
+            "ends before that line would not. Keep such a count in a part, or use a strategy without stages."
+        )
+    stages = cut(rehearser.twin, rehearsal, layout.num_stages, config.split)
     if task.eval_data is not None and config.eval_every != "never":
         crossing(stages, rehearser(example, training=False))  # now, rather than after the first epoch
     spread.notes += stages.describe()
@@ -158,6 +166,18 @@ def _split(spread: Spread, weights: Weights, world: World, config: RunConfig, ta
             f"{layout.name}: with zero bubble parameters stay gathered and gradients whole until the end of a step"
         )
     return stages
+
+
+def _plain_values(rehearser: Rehearser) -> dict[str, Any]:
+    """Numbers that modules outside of the parts keep as attributes."""
+    found: dict[str, Any] = {}
+    parts = [name for name, module in rehearser.twin.named_modules() if rehearser.is_part(name, module)]
+    for name, module in rehearser.twin.named_modules():
+        if not any(name == part or name.startswith(f"{part}.") for part in parts):
+            for key, value in vars(module).items():
+                if type(value) in (int, float) and key != "training":
+                    found[f"{name}.{key}".lstrip(".")] = value
+    return found
 
 
 def own_stages(world: World) -> list[int]:

@@ -215,6 +215,10 @@ class StagePart(nn.Module):
         results, outcome = self._conductor.run(self.stage, rehearsal, given, job)
         return [results[key] for key in sends], outcome
 
+    def module_named(self, name: str) -> nn.Module | None:
+        stages = self._conductor.stages
+        return self._conductor.model.get_submodule(name) if name in stages.modules_of(self.stage) else None
+
     def show_parameters(self) -> None:
         """Let the model's tree see parameters as they are now: gathered in forward, sharded otherwise."""
         for (owner, key), (holder, name) in self._shown:

@@ -24,8 +24,10 @@ from rung import fakes
 from rung.errors import ModelError
 from rung.parallel.materialize import put_tensor
 
-# Where a tensor comes from: the call whose result it is and which of its tensors, or a parameter used outside any call.
+# Where a tensor comes from: the call whose result it is and which of its tensors; or, by name, a parameter that was
+# used outside of any call; or random numbers that were drawn there.
 Source = tuple[int, int] | str
+_RANDOM = "random numbers "
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Call:
     output: Any = None
     needs: set[Source] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
+    changes: set[Source] = field(default_factory=set)  # results of other calls that it changes in place
     flops: int = 0
 
     def output_tensors(self) -> list[Tensor]:
@@ -53,6 +56,10 @@ class Rehearsal:
     needs: set[Source] = field(default_factory=set)  # of the output
     unused: list[str] = field(default_factory=list)  # parameters that no operation touched
     changed: set[Source] = field(default_factory=set)  # results that code between the calls changes in place
+    # Calls of which something is used elsewhere that they did not return, and the line that uses it.
+    leaks: dict[int, str] = field(default_factory=dict)
+    # Buffers that forward changes: the calls that do, with -1 for code between calls.
+    buffers: dict[str, set[int]] = field(default_factory=dict)
 
 
 def rehearse(
@@ -71,12 +78,17 @@ def rehearse(
     """
     mode = mode or fakes.new_fake_mode()
     watch = _Watch({})
-    with fakes.fake_tensors(mode), _without_data(model, device, parameter_dtype) as names, torch.no_grad():
-        watch.names = names
+    with fakes.fake_tensors(mode), _without_data(model, device, parameter_dtype) as (names, buffers), torch.no_grad():
+        watch.names, watch.buffer_names = names, buffers
         undo = [_observe(module, name, watch) for name, module in model.named_modules() if is_watched(name, module)]
         try:
             with watch:
                 output = run()
+            watch.look_for_leaks(tensors_of(output), None)
+            for module_name, module in model.named_modules():  # a buffer that was replaced by another tensor
+                for key, tensor in module._buffers.items():
+                    if tensor is not None and id(tensor) not in buffers:
+                        watch.note_buffer(f"{module_name}.{key}".lstrip("."), None)
         except Exception as error:
             raise explain_failure(error) from error
         finally:
@@ -85,7 +97,7 @@ def rehearse(
     used = set().union(*(call.parameters for call in watch.calls), watch.loose)
     result = Rehearsal(watch.calls, output, watch.sources_of(output))
     result.unused = sorted(set(names.values()) - used)
-    result.changed = watch.changed
+    result.changed, result.leaks, result.buffers = watch.changed, watch.leaks, watch.buffers
     return result
 
 
@@ -157,14 +169,8 @@ def tensors_of(data: Any) -> list[Tensor]:
 
 def explain_failure(error: Exception) -> ModelError:
     """The line of the model at which a forward without data could not go on."""
-    here = Path(__file__).parent.parent
-    torch_folder = Path(torch.__file__).parent
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not Path(frame.filename).is_relative_to(here) and not Path(frame.filename).is_relative_to(torch_folder)
-    ]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
+    line = user_line(traceback.extract_tb(error.__traceback__))
+    place = f"{line}\n" if line else ""
     kind = type(error).__name__
     if kind in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
         reason = (
@@ -178,6 +184,17 @@ def explain_failure(error: Exception) -> ModelError:
     return ModelError(f"{place}{reason}")
 
 
+def user_line(stack: traceback.StackSummary) -> str:
+    """The innermost line that is neither torch's nor Rung's."""
+    libraries = (Path(__file__).parent.parent, Path(torch.__file__).parent)
+    own = [f for f in stack if not any(Path(f.filename).is_relative_to(library) for library in libraries)]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def is_random(source: Source) -> bool:
+    return isinstance(source, str) and source.startswith(_RANDOM)
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every operation: which call it is part of, which results and parameters it depends on."""
 
@@ -187,6 +204,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.loose: set[str] = set()
         self._open: list[Call] = []
+        self.buffer_names: dict[int, str] = {}
+        self.buffers: dict[str, set[int]] = {}
+        self.leaks: dict[int, str] = {}
+        self._made: dict[int, int] = {}  # what depends on weights and was made inside a call
+        self._between: set[int] = set()  # memory of what code between the calls made
+        self._disturbed: dict[int, int] = {}  # such memory that a call changed
+        self._num_random = 0
         self.changed: set[Source] = set()
         self._sources: dict[int, set[Source]] = {}
         # By memory, which several tensors may share: what was written into it, and whose result it is.
@@ -220,6 +244,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._remember(tensor, {(call.index, leaf)})
             self._results.setdefault(_memory(tensor), set()).add((call.index, leaf))
 
+    def look_for_leaks(self, used: list[Tensor], by: Call | None) -> None:
+        """Something that a call made and did not return, used by other code: nobody could hand it on."""
+        for tensor in used:
+            maker = self._made.get(id(tensor)) if id(tensor) not in self._sources else None
+            maker = self._disturbed.get(_memory(tensor), maker)
+            if maker is not None and (by is None or by.index != maker):
+                self.leaks.setdefault(maker, user_line(traceback.extract_stack()))
+
+    def note_buffer(self, name: str | None, call: Call | None) -> None:
+        if name is not None:
+            self.buffers.setdefault(name, set()).add(-1 if call is None else call.index)
+
     def _remember(self, tensor: Tensor, sources: set[Source]) -> None:
         self._sources[id(tensor)] = sources
         self._alive.append(tensor)
@@ -237,18 +273,35 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.parameters |= parameters
             for tensor in given:  # also what came another way than as an argument
                 call.needs |= self._sources.get(id(tensor), set())
+            self.look_for_leaks(given, call)
+            for tensor in _changed_by(func, args, kwargs):
+                self.note_buffer(self.buffer_names.get(id(tensor)), call)
+                call.changes |= self._results.get(_memory(tensor), set())
+                if _memory(tensor) in self._between:
+                    self._disturbed[_memory(tensor)] = call.index
+            if parameters or any(self._sources.get(id(t)) or id(t) in self._made for t in given):
+                for tensor in tensors_of(output):
+                    self._made.setdefault(id(tensor), call.index)
+                    self._alive.append(tensor)
             count = flop_registry.get(func._overloadpacket)
             if count is not None:
                 with contextlib.suppress(Exception):
                     call.flops += int(count(*args, **kwargs, out_val=output))
             return output
         self.loose |= parameters
+        self.look_for_leaks(given, None)
         sources = self.sources_of(given)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._num_random += 1
+            sources = {*sources, f"{_RANDOM}{self._num_random}"}
         for tensor in _changed_by(func, args, kwargs):
+            self.note_buffer(self.buffer_names.get(id(tensor)), None)
             self._written.setdefault(_memory(tensor), set()).update(sources)
             self.changed |= self._results.get(_memory(tensor), set())
         for tensor in tensors_of(output):
             self._remember(tensor, sources)
+            if _memory(tensor) not in self._results:
+                self._between.add(_memory(tensor))
         return output
 
 
@@ -290,12 +343,14 @@ def _observe(module: nn.Module, name: str, watch: _Watch) -> Callable[[], None]:
 @contextlib.contextmanager
 def _without_data(
     model: nn.Module, device: torch.device, parameter_dtype: torch.dtype | None
-) -> Iterator[dict[int, str]]:
-    """While inside, the model's tensors are fake ones of the same shapes. Gives the parameters' names by identity."""
+) -> Iterator[tuple[dict[int, str], dict[int, str]]]:
+    """While inside, the model's tensors are fake ones of the same shapes. Gives parameters' and buffers' names by
+    identity."""
     names: dict[int, str] = {}
+    buffers: dict[int, str] = {}
     stand_ins: dict[int, Tensor] = {}
     kept: list[tuple[nn.Module, str, Tensor]] = []
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for owner in model.modules():
         for is_parameter, registry in ((True, owner._parameters), (False, owner._buffers)):
             for key, tensor in list(registry.items()):
@@ -307,12 +362,11 @@ def _without_data(
                         dtype = parameter_dtype
                     fake = torch.empty(tensor.shape, dtype=dtype, device=device)
                     stand_ins[id(tensor)] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
-                    if is_parameter:
-                        names[id(stand_ins[id(tensor)])] = known[id(tensor)]
+                    (names if is_parameter else buffers)[id(stand_ins[id(tensor)])] = known[id(tensor)]
                 kept.append((owner, key, tensor))
                 put_tensor(owner, key, stand_ins[id(tensor)])
     try:
-        yield names
+        yield names, buffers
     finally:
         for owner, key, tensor in kept:
             put_tensor(owner, key, tensor)

@@ -118,7 +118,7 @@ class Stage(_PipelineStageBase):
             return []
         chunk = self._steps[bwd_chunk_id]
         likes = [chunk.like(key) for key in chunk.sends]
-        grads = [_buffer(like, self.device) if like.is_floating_point() else None for like in likes]
+        grads = [_buffer(like, self.device) if _has_gradient(like) else None for like in likes]
         self._output_grads[bwd_chunk_id] = grads
         return [self._receive(grad, self.stage_index + 1, "backward") for grad in grads if grad is not None]
 
@@ -151,7 +151,7 @@ class Stage(_PipelineStageBase):
         chunk = self._steps[fwd_chunk_id]
         received = self._received.setdefault(fwd_chunk_id, [])
         for tensor in received:
-            tensor.requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
+            tensor.requires_grad_(_has_gradient(tensor) and torch.is_grad_enabled())
         with chunk.around():
             with warnings.catch_warnings():
                 # FSDP is afraid of in-place changes to what a module returns. Here it is only sent.
@@ -169,8 +169,16 @@ class Stage(_PipelineStageBase):
             self.log.append(Action(kind, self.stage_index, chunk, started, time.perf_counter()))
 
     def _checked(self, tensor: Tensor, like: Tensor, key: Result) -> Tensor:
+        call = self._steps[0].rehearsal.calls[key[0]]
+        if torch.is_grad_enabled() and _has_gradient(tensor) and not tensor.requires_grad:
+            trained = {id(p) for p in self.part.parameters() if p.requires_grad}
+            if trained & {id(p) for p in call_parameters(self.part, call.name)}:
+                raise ModelError(
+                    f"{call.name} gave a result without a gradient, though it has weights to train. Reentrant "
+                    "checkpointing does that: use use_reentrant=False, or Rung's --activation-checkpointing."
+                )
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
-            name = self._steps[0].rehearsal.calls[key[0]].name
+            name = call.name
             raise ModelError(
                 f"{name} gave {tuple(tensor.shape)} {tensor.dtype}, but {tuple(like.shape)} {like.dtype} was expected "
                 "from its shapes; the next stage waits for that. Does its result depend on values or random numbers?"
@@ -232,7 +240,7 @@ class Stage(_PipelineStageBase):
         given: Any = None if self.is_last else grads
         found, groups = stage_backward_input(outputs, given, received, iter(self.part.parameters()))
         self._input_grads[index] = [
-            None if not tensor.is_floating_point() else grad if grad is not None else torch.zeros_like(tensor)
+            None if not _has_gradient(tensor) else grad if grad is not None else torch.zeros_like(tensor)
             for tensor, grad in zip(received, found, strict=True)
         ]
 
@@ -378,8 +386,18 @@ def _nodes(roots: list[Any]) -> set[Any]:
     return found
 
 
+def call_parameters(part: StagePart, name: str) -> list[nn.Parameter]:
+    """The parameters of the part of this stage that has this name; none if it is another stage's."""
+    module = part.module_named(name)
+    return list(module.parameters()) if module is not None else []
+
+
 def _as_is(output: Tensor, target: None) -> Tensor:
     return output
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _nothing() -> None:
@@ -391,6 +409,6 @@ def _buffer(like: Tensor, device: torch.device) -> Tensor:
 
 
 def _grad_of(tensor: Tensor) -> Tensor | None:
-    if not tensor.is_floating_point():
+    if not _has_gradient(tensor):
         return None
     return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rung.errors import ConfigError, ModelError, StrategyError, nearest
 from rung.parallel.blocks import find_list_of_blocks
-from rung.parallel.rehearsal import Rehearsal
+from rung.parallel.rehearsal import Rehearsal, Source, is_random
 
 Result = tuple[int, int]  # a call, and which of the tensors that it returns
 
@@ -96,14 +96,15 @@ def cut(model: nn.Module, rehearsal: Rehearsal, num_stages: int, split: str | No
     costs = [_cost(call.flops, call.output_tensors(), call.parameters, model) for call in rehearsal.calls]
     starts = _asked_starts(split, calls, num_stages) if split is not None else balance(costs, num_stages)
     bounds = (0, *starts, len(calls))
+    _refuse_what_cannot_be_handed_on(rehearsal, bounds)
     holders: dict[str, set[int]] = {}
     for stage in range(num_stages):
         for call in rehearsal.calls[bounds[stage] : bounds[stage + 1]]:
-            loose = {source for source in call.needs if isinstance(source, str)}
+            loose = {source for source in call.needs if isinstance(source, str) and not is_random(source)}
             for name in call.parameters | loose:
                 holders.setdefault(name, set()).add(stage)
     for source in rehearsal.needs:
-        if isinstance(source, str):
+        if isinstance(source, str) and not is_random(source):
             holders.setdefault(source, set()).add(num_stages - 1)
     for name in rehearsal.unused:
         holders.setdefault(name, set()).add(0)  # nobody uses it; somebody must keep it
@@ -133,6 +134,51 @@ def crossing(stages: Stages, rehearsal: Rehearsal) -> list[list[Result]]:
         needed |= {source for source in rehearsal.needs if not isinstance(source, str) and source[0] < start}
         received.append(sorted(needed))
     return received
+
+
+def _refuse_what_cannot_be_handed_on(rehearsal: Rehearsal, bounds: tuple[int, ...]) -> None:
+    """Whatever would pass from stage to stage by another way than as the result of a part."""
+    last = len(bounds) - 2
+
+    def stage_of(call: int) -> int:
+        return next(s for s in range(last + 1) if call < bounds[s + 1])
+
+    for index, line in rehearsal.leaks.items():
+        raise ModelError(
+            f"{line}\n{rehearsal.calls[index].name} made or changed a tensor that this line uses, but did not return "
+            "it. What one stage computes reaches another only as the result of a part. Return it, or use a strategy "
+            "without stages."
+        )
+    users: dict[Source, set[int]] = {}
+    for call in rehearsal.calls:
+        for source in call.needs:
+            users.setdefault(source, set()).add(call.index)
+    for source in rehearsal.needs:
+        users.setdefault(source, set()).add(len(rehearsal.calls) - 1)
+    for source, calls in users.items():
+        if is_random(source) and len({stage_of(call) for call in calls}) > 1:
+            names = ", ".join(rehearsal.calls[call].name for call in sorted(calls)[:3])
+            raise ModelError(
+                f"forward draws random numbers outside of its parts that parts of several stages use ({names}); each "
+                "stage would draw its own. Draw them in a part and return them, or cut elsewhere with --split."
+            )
+    for call in rehearsal.calls:
+        for source in call.changes:
+            if isinstance(source, str) or source[0] == call.index:
+                continue
+            reach = {stage_of(source[0]), *(stage_of(user) for user in users.get(source, set()))}
+            if len(reach) > 1 and len(users.get(source, set())) > 1:
+                raise ModelError(
+                    f"{call.name} changes the result of {rehearsal.calls[source[0]].name} in place, which another "
+                    "stage uses, too. Leave it unchanged (no inplace=True), or cut elsewhere with --split."
+                )
+    for name, changers in rehearsal.buffers.items():
+        if -1 in changers or len({stage_of(call) for call in changers}) > 1:
+            where = "outside of its parts" if -1 in changers else "in several stages"
+            raise ModelError(
+                f"forward changes the buffer {name} {where}; every stage would have its own. Change it inside one "
+                "part, or use a strategy without stages."
+            )
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[int]:

@@ -190,7 +190,8 @@ class _Linear(ParallelStyle):
             own = _local_part(module.weight)
             return F.linear(x, own.T if is_turned else own, bias)
 
-        def columns(x: Tensor) -> Tensor:
+        def columns(input: Tensor) -> Tensor:
+            x = input
             bias: Any = module.bias
             if word != "colwise_sequence":  # there, the gather before does it
                 x = copy_for_parts(x, group) if entry is None else entry.copy(x, group)
@@ -199,7 +200,8 @@ class _Linear(ParallelStyle):
                 return gather_parts(part, -1, size, group)
             return _cut_result(part, size, device_mesh) if word == "vocabulary_head" else part
 
-        def rows(x: Tensor) -> Tensor:
+        def rows(input: Tensor) -> Tensor:
+            x = input
             bias: Any = module.bias
             if entry is not None:
                 entry.leave()
@@ -277,7 +279,8 @@ class _Embedding(ParallelStyle):
         num_rows, padding = module.num_embeddings, module.padding_idx
         first = dist.get_rank(self._group) * -(-num_rows // dist.get_world_size(self._group))
 
-        def look_up(tokens: Tensor) -> Tensor:
+        def look_up(input: Tensor) -> Tensor:
+            tokens = input
             weight: Any = module.weight
             rows = weight.to_local()
             torch._assert_async(((tokens >= 0) & (tokens < num_rows)).all(), f"an index is not in [0, {num_rows})")
@@ -288,5 +291,5 @@ class _Embedding(ParallelStyle):
                 found = torch.where((tokens == padding).unsqueeze(-1), found.detach(), found)
             return sum_parts(found, self._group)
 
-        module.forward = look_up  # type: ignore[method-assign, assignment]
+        module.forward = look_up  # type: ignore[method-assign]
         return module

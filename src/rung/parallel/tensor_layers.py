@@ -46,3 +46,8 @@ def num_inputs(module: nn.Module) -> int:
 def can_be_cut(size: int, num_ranks: int) -> bool:
     """Whether torch's chunks of `size` leave no rank without a part."""
     return size > (num_ranks - 1) * -(-size // num_ranks)
+
+
+def is_plain(module: nn.Embedding) -> bool:
+    """Whether an embedding only looks rows up. Other options look at all of the rows or all of the indices."""
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq

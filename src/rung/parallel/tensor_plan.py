@@ -15,7 +15,7 @@ from torch import nn
 
 from rung.errors import StrategyError
 from rung.parallel.rehearsal import Call, tensors_of
-from rung.parallel.tensor_layers import can_be_cut, is_linear, is_norm, num_inputs, num_outputs, output_dim
+from rung.parallel.tensor_layers import can_be_cut, is_linear, is_norm, is_plain, num_inputs, num_outputs, output_dim
 from rung.parallel.tensor_proof import Pair, Points, Trial, describe
 from rung.parallel.tensor_survey import Survey, fold
 from rung.parallel.tensor_words import carried_plan, check_words, match_carried, match_given
@@ -92,8 +92,13 @@ def _derive(survey: Survey, styles: dict[str, str]) -> list[Pair]:
         start = f"{region}." if region else ""
         key = (describe(call.module), tuple(n.removeprefix(start) for n in inside))
         if key not in known:
-            known[key] = _find_pairs(survey.trial(call), set(key[1]), survey.num_ranks)
-        pairs += [pair.below(start) for pair in known[key]]
+            known[key] = _find_pairs(survey, call, set(key[1]))
+        own = known[key]
+        others = [c for c in survey.all_calls(region) if c is not call]
+        # What looks alike need not act alike: by its number, by how it is called. So each is tried.
+        if not all(survey.still_holds(c, own) for c in [call, *others]):
+            own = [] if others else _find_pairs(survey, call, set(key[1]))
+        pairs += [pair.below(start) for pair in own]
     for pair in pairs:
         styles.update(dict.fromkeys(pair.columns, "colwise"))
         styles[pair.rows] = "rowwise"
@@ -110,21 +115,29 @@ def _derive(survey: Survey, styles: dict[str, str]) -> list[Pair]:
         )
     for name in survey.called:
         module = survey.modules[name]
-        if type(module) is nn.Embedding and name not in styles and name not in survey.used_directly:
-            plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
-            if plain and can_be_cut(module.num_embeddings, survey.num_ranks):
-                styles[name] = "embedding"
+        if type(module) is not nn.Embedding or name in styles or name in survey.used_directly:
+            continue
+        if is_plain(module) and can_be_cut(module.num_embeddings, survey.num_ranks):
+            styles[name] = "embedding"
     return pairs
 
 
-def _find_pairs(trial: Trial, allowed: set[str], num_ranks: int) -> list[Pair]:
+def _find_pairs(survey: Survey, call: Call, allowed: set[str]) -> list[Pair]:
+    """In training, where it is sought, and then in evaluation."""
+    trial, num_ranks = survey.trial(call), survey.num_ranks
+    found = _search(trial, allowed, num_ranks)
+    evaluated = survey.trial(call, training=False)
+    return [pair for pair in found if evaluated.prove(pair.columns, pair.rows, num_ranks) is not None]
+
+
+def _search(trial: Trial, allowed: set[str], num_ranks: int) -> list[Pair]:
     pairs: list[Pair] = []
     pending: list[str] = []
     for name in (n for n in trial.order if n in allowed):
         for first in range(max(0, len(pending) - 8), len(pending)):
             columns = pending[first:]
             sizes = [*(num_outputs(trial.modules[n]) for n in columns), num_inputs(trial.modules[name])]
-            if any(size % num_ranks for size in sizes) and _drops(trial.block):
+            if any(size % num_ranks for size in sizes) and (trial.drops or _drops(trial.block)):
                 # Unequal parts would draw unequally many random numbers, and masks that must be alike would differ.
                 continue
             pair = trial.prove(columns, name, num_ranks)

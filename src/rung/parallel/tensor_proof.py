@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from rung import fakes
+from rung.parallel.dropout import NoDropout
 from rung.parallel.rehearsal import Call, tensors_of
 from rung.parallel.tensor_layers import can_be_cut, is_conv1d, is_linear, is_norm, num_inputs, num_outputs
 
@@ -28,6 +29,13 @@ from rung.parallel.tensor_layers import can_be_cut, is_conv1d, is_linear, is_nor
 Points = dict[str, tuple[int | str, ...]]
 
 _SHORT_BATCH, _SHORT_LENGTH = 2, 8
+# Modules that draw random numbers or look at the whole batch in training; the code around them is what is tried.
+_DIFFERENT_IN_TRAINING = (
+    nn.modules.dropout._DropoutNd,
+    nn.modules.batchnorm._BatchNorm,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,18 @@ class Pair:
 class Trial:
     """One block with random weights and inputs. Built once, asked for many pairs."""
 
-    def __init__(self, block: nn.Module, call: Call, num_ranks: int) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        call: Call,
+        num_ranks: int,
+        *,
+        training: bool = True,
+        tensors: dict[str, Tensor] | None = None,
+    ) -> None:
         self.block = block
+        self.drops = False  # whether a dropout was met; it is off here
+        self._training = training
         self.modules = {name: module for name, module in block.named_modules() if name}
         self.modules[""] = block
         self.num_calls: dict[str, int] = {}
@@ -65,7 +83,7 @@ class Trial:
         # Long enough for each rank to have two positions, and a multiple of the ranks where sequences are that long.
         length = max(_SHORT_LENGTH // num_ranks, 2) * num_ranks
         with _apart():
-            self.tensors = _random_state(block)
+            self.tensors = tensors if tensors is not None else _random_state(block)
             for short, flag in ((length, True), (length, False), (0, True), (0, False)):
                 self.args, self.kwargs = _random_inputs(call, short, num_ranks, flag)
                 with contextlib.suppress(Exception):
@@ -74,8 +92,13 @@ class Trial:
         self.order = []
         self.reason = "it could not be run alone on random numbers"
 
-    def prove(self, columns: Sequence[str], rows: str, num_ranks: int) -> Pair | None:
-        """The pair, if cutting these layers gives what the whole block gives, forward and backward."""
+    def prove(self, columns: Sequence[str], rows: str, num_ranks: int, *, on: int | None = None) -> Pair | None:
+        """The pair, if cutting these layers gives what the whole block gives, forward and backward.
+
+        `on` is the one rank to try, where a block like this one was tried on all.
+        """
+        if not {*columns, rows} <= set(self.order):
+            return None
         layers = [*columns, rows]
         sizes = [*(num_outputs(self.modules[name]) for name in columns), num_inputs(self.modules[rows])]
         if any(self.num_calls[name] != 1 for name in layers) or not all(can_be_cut(s, num_ranks) for s in sizes):
@@ -86,7 +109,8 @@ class Trial:
             try:
                 if not all(self._matters(name, rows) for name in columns):
                     return None
-                found = [self._prove_on(columns, rows, rank, num_ranks) for rank in range(num_ranks)]
+                ranks = range(num_ranks) if on is None else [on]
+                found = [self._prove_on(columns, rows, rank, num_ranks) for rank in ranks]
             except Exception:  # a size that is fixed in forward
                 return None
         summed = {name for names in found for name in names or ()}
@@ -158,10 +182,12 @@ class Trial:
             self.modules[name].forward = forward
         training = {module: module.training for module in self.block.modules()}
         for module in training:
-            module.training = False
+            module.training = self._training and not isinstance(module, _DIFFERENT_IN_TRAINING)
         try:
-            return functional_call(self.block, self.tensors, self.args if args is None else args, self.kwargs)
+            with NoDropout() as dropout:
+                return functional_call(self.block, self.tensors, self.args if args is None else args, self.kwargs)
         finally:
+            self.drops = self.drops or dropout.met
             for module, was in training.items():
                 module.training = was
             for name, own in kept.items():

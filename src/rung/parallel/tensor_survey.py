@@ -13,7 +13,7 @@ from torch import nn
 from rung.parallel.blocks import find_blocks, num_parameters
 from rung.parallel.rehearsal import Call, Rehearsal, rehearse
 from rung.parallel.tensor_layers import is_linear
-from rung.parallel.tensor_proof import Trial, describe
+from rung.parallel.tensor_proof import Pair, Trial, describe
 
 _LARGEST_TRIAL_BYTES = 8 << 30  # of a whole model; blocks are tried at any size
 
@@ -76,7 +76,10 @@ class Survey:
         calls = {call.name: call for call in reversed(self.in_blocks.calls)}
         for name, _ in self.blocks:
             inside = [n for n in left if n.startswith(f"{name}.") and self.is_called_within(n, name)]
-            if name in calls and len(inside) > 1:
+            leaks = any(call.index in self.in_blocks.leaks for call in self.all_calls(name))
+            if leaks:  # what other code takes out of a block must be whole, and a trial does not see it
+                left = [n for n in left if n not in inside]
+            elif name in calls and len(inside) > 1:
                 left = [n for n in left if n not in inside]
                 yield name, calls[name], inside
         parents: dict[str, list[str]] = {}
@@ -94,10 +97,23 @@ class Survey:
         times = sum(call.name == name for call in self.leaves.calls)
         return times == sum(call.name == block for call in self.in_blocks.calls)
 
-    def trial(self, call: Call) -> Trial:
-        """Blocks that are alike share one. Only the last is kept: it may be large."""
+    def trial(self, call: Call, *, training: bool = True) -> Trial:
+        """A block on random numbers. Blocks that are alike share the numbers of the last: they may be large."""
         key = describe(call.module)
-        if self._trial is None or self._trial[0] != key:
+        known = self._trial[1].tensors if self._trial is not None and self._trial[0] == key else None
+        if known is None:
             self._trial = None
-            self._trial = (key, Trial(call.module, call, self.num_ranks))
-        return self._trial[1]
+        trial = Trial(call.module, call, self.num_ranks, training=training, tensors=known)
+        self._trial = (key, trial)
+        return trial
+
+    def still_holds(self, call: Call, pairs: Sequence[Pair], *, on: int | None = 0) -> bool:
+        """Whether pairs that hold for a block like this one hold here, too, in training and in evaluation."""
+        for training in (True, False):
+            trial = self.trial(call, training=training)
+            if any(trial.prove(pair.columns, pair.rows, self.num_ranks, on=on) is None for pair in pairs):
+                return False
+        return True
+
+    def all_calls(self, name: str) -> list[Call]:
+        return [call for call in self.in_blocks.calls if call.name == name]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rung.errors import StrategyError, TaskError, nearest
-from rung.parallel.tensor_layers import can_be_cut, is_linear, is_norm, num_inputs, num_outputs
+from rung.parallel.tensor_layers import can_be_cut, is_linear, is_norm, is_plain, num_inputs, num_outputs
 from rung.parallel.tensor_proof import Pair, Trial, describe
 from rung.parallel.tensor_survey import Survey, fold
 
@@ -51,7 +51,7 @@ def match_given(survey: Survey, given: Mapping[str, str]) -> dict[str, str]:
             module = survey.modules[name]
             word_here = "embedding" if word == "rowwise" and type(module) is nn.Embedding else word
             if not _fits(module, word_here):
-                raise TaskError(f"tensor plan: {name} is a {type(module).__name__} and cannot be {word}.")
+                raise TaskError(f"tensor plan: {name} is a {type(module).__name__} and cannot be {word}, as it is.")
             if word_here not in ("whole", "summed") and name in survey.used_directly:
                 raise TaskError(f"tensor plan: {name} cannot be cut: its weight is also used by other code.")
             styles[name] = word_here
@@ -66,7 +66,7 @@ def _fits(module: nn.Module, word: str) -> bool:
     if word == "whole":
         return True
     if word == "embedding":
-        return type(module) is nn.Embedding
+        return type(module) is nn.Embedding and is_plain(module)
     return is_norm(module) if word == "summed" else is_linear(module)
 
 
@@ -135,13 +135,19 @@ def check_words(survey: Survey, styles: Mapping[str, str]) -> list[Pair]:
             if trial.reason:
                 survey.notes.append(f"{region or 'the model'}: the plan was not checked, since {trial.reason}")
             known[key] = _check_region(survey, trial, start, words)
+        others = [c for c in survey.all_calls(region) if c is not call]
+        if known[key] and not all(survey.still_holds(c, known[key]) for c in [call, *others]):
+            raise TaskError(
+                f"the tensor plan is wrong: {region or 'the model'} computes something else when it is cut so. A block "
+                "may act unlike others of its kind, or unlike itself in training."
+            )
         if not known[key]:
             unchecked |= set(inside)
         pairs += [pair.below(start) for pair in known[key]]
     alone = set(chosen) - unchecked - {n for pair in pairs for n in (*pair.columns, pair.rows)}
     if alone:
         name = min(alone)
-        raise StrategyError(
+        raise TaskError(
             f"the tensor plan is wrong: {name} is {styles[name]} and has no partner. A colwise layer keeps a part of "
             f"its result, which a rowwise one after it must take. Use colwise_gather for a layer alone."
         )
@@ -173,7 +179,7 @@ def _refuse(survey: Survey, trial: Trial, start: str, columns: Sequence[str], ro
             f"tensor parallelism on {survey.num_ranks} ranks: cutting {names} for {start}{rows} does not give what the "
             f"whole block gives (as when ranks do not divide heads). Valid below {survey.num_ranks}: {_list(valid)}."
         )
-    raise StrategyError(
+    raise TaskError(
         f"the tensor plan is wrong: with {names} colwise and {start}{rows} rowwise the block does not give what it "
         f"gives whole, on any number of ranks. Leave these out of the plan, or make them colwise_gather."
     )

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from rung.config import RunConfig
 from rung.errors import TaskError
+from rung.parallel.dropout import NoDropout
 from rung.parallel.tensor import loss_context
 from rung.parallel.tensor_plan import TensorPlan
 from rung.task import Task, has_target, split_batch
+
+__all__ = ["LossModule", "NoDropout", "autocast", "call_model", "default_type", "map_tensors"]
 
 
 class LossModule(nn.Module):
@@ -77,26 +79,6 @@ def default_type(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-class NoDropout(TorchFunctionMode):
-    """Makes every dropout the identity, written as a module or called as a function."""
-
-    _DROPOUTS = frozenset(
-        getattr(nn.functional, name)
-        for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._DROPOUTS or func is torch.dropout:
-            return args[0] if args else kwargs["input"]
-        if func is nn.functional.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
 
 
 def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:

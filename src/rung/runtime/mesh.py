@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rung.batches import MicroBatch, Window
 from rung.config import RunConfig
-from rung.errors import ModelError, TaskError
+from rung.errors import DataError, ModelError, TaskError
 from rung.parallel import Spread, sync_batch_norms
 from rung.parallel.gather import whole_tensor
 from rung.parallel.gradients import clip, global_norm
@@ -105,6 +105,8 @@ class MeshRuntime:
         with self.world.tensors(), self._without_dropout(), self._default_type():
             if not self.model.training:
                 self.model.train()
+            if self._first_step:
+                self._refuse_different_samples(window)
             self._status.phase("forward")
             shares, averaging = self._shares(window)
             versions = [buffer._version for _, buffer in self._own_buffers] if self._first_step else []
@@ -120,6 +122,27 @@ class MeshRuntime:
                 self._note_changed_buffers(versions)
                 self._first_step = False
         return LocalStep(loss_share, norm, rate)
+
+    def _refuse_different_samples(self, window: Window) -> None:
+        """Ranks that share samples must read the same ones, or stages and tensor parts compute nonsense together."""
+        layout = self.world.layout
+        if not layout.is_composed or self.world.pretend:
+            return
+        mark = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for number, micro in enumerate(window.micro_batches, start=1):
+            found: list[Tensor] = []
+            map_tensors(micro.data, found.append)
+            for place, tensor in enumerate(found, start=1):
+                values = (tensor.abs() if tensor.is_complex() else tensor).to(torch.float64)
+                mark += values.sum().nan_to_num() * number * place + values.numel()
+        rows = self.world.gather(self.world.read([mark]))
+        for rank, row in enumerate(rows):
+            same = next(r for r in range(layout.num_ranks) if layout.data_rank(r) == layout.data_rank(rank))
+            if row != rows[same]:
+                raise DataError(
+                    f"ranks {same} and {rank} read different samples, though {layout.name} lets them share a batch. "
+                    "The data set differs between processes: does it draw random numbers that no seed fixes?"
+                )
 
     def _accumulate(
         self, micro_batches: list[MicroBatch], shares: list[float | Tensor], averaging: float

@@ -37,6 +37,13 @@ def make_optimizer(task: Task, model: nn.Module, *, fused: bool) -> Optimizer:
         raise TaskError(
             f"{task.name}: LBFGS evaluates the loss several times a step, which a step over many ranks does not offer."
         )
+    if isinstance(optimizer, torch.optim.Adafactor) and any(
+        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
+    ):
+        raise TaskError(
+            f"{task.name}: torch's Adafactor cannot update parameters that are cut. Use AdamW, or a strategy that "
+            "leaves parameters whole: ddp, or pp."
+        )
     own = {id(parameter) for parameter in model.parameters()}
     foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if foreign:
