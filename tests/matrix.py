@@ -42,6 +42,7 @@ COMPOSED = (
     "pp2:zb,fsdp2",
     "pp2,tp2",
 )
+_WITH_CONVOLUTIONS = ("tp2", "pp2", "pp2:interleaved", "pp2:zb", "pp4", "pp2,ddp2", "pp2,fsdp2", "pp2,tp2")
 # Eight processes: one model is enough.
 LARGE = ("hsdp2x2,tp2", "pp2,hsdp2x2", "pp2,fsdp2,tp2")
 
@@ -93,7 +94,7 @@ ROWS = [
         for model in MODELS
         for accumulates in (False, True)
         if accumulates or (model == "gpt" and strategy in ("tp2", "fsdp2,tp2", "pp2", "pp4"))
-        if model == "gpt" or strategy not in ("tp4", "ddp2,tp2", "zero1x2,tp2", "zero2x2,tp2")
+        if model == "gpt" or strategy in _WITH_CONVOLUTIONS
     ),
     *(Row(strategy, "gpt", 8, True) for strategy in LARGE),
 ]
