@@ -68,7 +68,7 @@ class Sleeper(nn.Module):
 
 
 def sleeping_task(num_layers: int) -> Task:
-    data = TensorDataset(torch.randn(256, 8), torch.randn(256, 8))
+    data = _data(8)
     return _task(lambda: nn.Sequential(*(Sleeper(8) for _ in range(num_layers))), data)
 
 
@@ -78,8 +78,12 @@ def computing_task(num_layers: int) -> Task:
             *(nn.TransformerEncoderLayer(192, 4, 768, dropout=0.0, batch_first=True) for _ in range(num_layers))
         )
 
-    data = TensorDataset(torch.randn(256, 64, 192), torch.randn(256, 64, 192))
-    return _task(model, data)
+    return _task(model, _data(64, 192))
+
+
+def _data(*shape: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
+    return TensorDataset(*(torch.randn(256, *shape, generator=generator) for _ in range(2)))
 
 
 def _task(model: Any, data: TensorDataset) -> Task:
