@@ -184,7 +184,10 @@ class JobConsole:
     def _figures(self) -> str:
         seconds = sum(seconds for _, seconds in self._recent)
         samples = sum(rate * seconds for rate, seconds in self._recent)
-        return f"loss {_number(self.last_step['loss'])}  {_number(samples / seconds if seconds else 0.0)} samples/s"
+        norm = self.last_step.get("grad_norm")
+        shown = f"  grad norm {_number(norm)}" if norm is not None else ""
+        speed = _number(samples / seconds if seconds else 0.0)
+        return f"loss {_number(self.last_step['loss'])}{shown}  {speed} samples/s"
 
 
 def _as_seen(line: bytes) -> str:

@@ -34,6 +34,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from rung.errors import ModelError
 from rung.parallel.pipeline import StagePart
 from rung.parallel.rehearsal import Rehearsal
+from rung.parallel.separable import is_separable
 from rung.parallel.stages import Result
 
 # When a stage fails, torch prints the whole table of actions, a hundred lines and more, over the cause.
@@ -341,49 +342,6 @@ def forward_only(stages: list[Stage], num_chunks: int) -> list[Any]:
 
 def _start(operations: list[dist.P2POp]) -> list[Any]:
     return list(dist.batch_isend_irecv(operations)) if operations else []
-
-
-def is_separable(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
-    """Whether torch's way to put off the weights' gradients is right for this graph.
-
-    It follows the gradient from the outputs to the inputs and keeps what passes where a weight joins. So every output
-    must depend on an input, and no weight may join in two places: the first lies on the way to the second.
-    """
-    if not outputs or not inputs:
-        return False
-    ends = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs}
-    roots = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in outputs]
-    below = {node: [n for n, _ in node.next_functions if n is not None] for node in _nodes(roots)}
-    above: dict[Any, list[Any]] = {node: [] for node in below}
-    for node, nexts in below.items():
-        for after in nexts:
-            above[after].append(node)
-    on_path: set[Any] = set()
-    waiting = [node for node in ends if node in below]
-    while waiting:
-        node = waiting.pop()
-        if node not in on_path:
-            on_path.add(node)
-            waiting += above[node]
-    if not all(root in on_path for root in roots):
-        return False
-    joins: dict[Any, Any] = {}
-    for node in on_path:
-        for leaf in _nodes([after for after in below[node] if after not in on_path]):
-            if not below[leaf] and joins.setdefault(leaf, node) is not node:
-                return False
-    return True
-
-
-def _nodes(roots: list[Any]) -> set[Any]:
-    found: set[Any] = set()
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += [after for after, _ in node.next_functions if after is not None]
-    return found
 
 
 def call_parameters(part: StagePart, name: str) -> list[nn.Parameter]:

@@ -18,20 +18,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rung.batches import MicroBatch, Window
 from rung.config import RunConfig
-from rung.errors import DataError, ModelError, TaskError
+from rung.errors import ModelError, TaskError
 from rung.parallel import Spread, sync_batch_norms
 from rung.parallel.gather import whole_tensor
 from rung.parallel.gradients import clip, global_norm
 from rung.parallel.materialize import is_absent
 from rung.parallel.sharding import free_gathered, set_gradient_sync
-from rung.parallel.tensor import settle_gradients, whole_output
+from rung.parallel.tensor import settle_gradients
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts
 from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, map_tensors
+from rung.runtime.measure import loss_weight, measure
 from rung.runtime.optimizer import LocalScaler, local_part
+from rung.runtime.samples import refuse_different_samples
 from rung.runtime.unused import UnusedParameters
 from rung.status import StatusWriter
-from rung.task import Task, split_batch
+from rung.task import Task
 from rung.world import World, broadcast_from
 
 
@@ -106,7 +108,7 @@ class MeshRuntime:
             if not self.model.training:
                 self.model.train()
             if self._first_step:
-                self._refuse_different_samples(window)
+                refuse_different_samples(self.world, window)
             self._status.phase("forward")
             shares, averaging = self._shares(window)
             versions = [buffer._version for _, buffer in self._own_buffers] if self._first_step else []
@@ -122,27 +124,6 @@ class MeshRuntime:
                 self._note_changed_buffers(versions)
                 self._first_step = False
         return LocalStep(loss_share, norm, rate)
-
-    def _refuse_different_samples(self, window: Window) -> None:
-        """Ranks that share samples must read the same ones, or stages and tensor parts compute nonsense together."""
-        layout = self.world.layout
-        if not layout.is_composed or self.world.pretend:
-            return
-        mark = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for number, micro in enumerate(window.micro_batches, start=1):
-            found: list[Tensor] = []
-            map_tensors(micro.data, found.append)
-            for place, tensor in enumerate(found, start=1):
-                values = (tensor.abs() if tensor.is_complex() else tensor).to(torch.float64)
-                mark += values.sum().nan_to_num() * number * place + values.numel()
-        rows = self.world.gather(self.world.read([mark]))
-        for rank, row in enumerate(rows):
-            same = next(r for r in range(layout.num_ranks) if layout.data_rank(r) == layout.data_rank(rank))
-            if row != rows[same]:
-                raise DataError(
-                    f"ranks {same} and {rank} read different samples, though {layout.name} lets them share a batch. "
-                    "The data set differs between processes: does it draw random numbers that no seed fixes?"
-                )
 
     def _accumulate(
         self, micro_batches: list[MicroBatch], shares: list[float | Tensor], averaging: float
@@ -178,7 +159,7 @@ class MeshRuntime:
         if self.task.loss_weight is None:
             total = window.num_global_samples
             return [micro.num_samples / total for micro in window.micro_batches], averaging
-        weights = [self._weight(micro) for micro in window.micro_batches]
+        weights = [loss_weight(self.task, micro) for micro in window.micro_batches]
         stacked = torch.stack(
             [torch.as_tensor(w, device=self.world.device).to(torch.float64).reshape(()) for w in weights]
         )
@@ -187,10 +168,6 @@ class MeshRuntime:
             dist.all_reduce(total_weight, group=self.world.data_group)
         shares = stacked / total_weight.clamp(min=torch.finfo(torch.float64).tiny)
         return list(shares.unbind()), averaging
-
-    def _weight(self, micro: MicroBatch) -> Any:
-        assert self.task.loss_weight is not None
-        return 0 if micro.num_samples == 0 else self.task.loss_weight(split_batch(micro.data)[1])
 
     def _forward(self, micro: MicroBatch, share: float | Tensor) -> Tensor:
         self._status.phase("forward")
@@ -334,41 +311,7 @@ class MeshRuntime:
                 norm.counted = micro.num_samples > 0
             with self._autocast():
                 output, target = call_model(self.task, self.model, micro.data)
-                yield self._measure(whole_output(output), target, micro)
-
-    def _measure(self, output: Any, target: Any, micro: MicroBatch) -> dict[str, tuple[Tensor, Tensor]]:
-        """(sum, count) of the loss and of each metric over this rank's samples."""
-        real = micro.num_samples > 0
-        count = torch.tensor(float(micro.num_samples), dtype=torch.float64, device=self.world.device)
-        weight = count
-        if self.task.loss_weight is not None:
-            weight = torch.as_tensor(self._weight(micro), device=self.world.device).to(torch.float64).reshape(())
-        loss = self.task.loss(output, target).to(torch.float64)
-        measured = {"loss": (torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight)}
-        if self.task.metrics is None:
-            return measured
-        num_rows = max(micro.num_samples, 1)
-        for name, value in self.task.metrics(output, target).items():
-            if name == "loss":
-                raise TaskError(
-                    f"{self.task.name}: metrics() may not return 'loss', which is measured anyway. Rename it."
-                )
-            if isinstance(value, tuple) and len(value) == 2:
-                total, units = (
-                    torch.as_tensor(v, device=self.world.device).to(torch.float64).reshape(()) for v in value
-                )
-            elif isinstance(value, Tensor) and value.dim() == 1 and value.shape[0] == num_rows:
-                total, units = value.to(torch.float64).sum(), count
-            else:
-                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise TaskError(
-                    f"{self.task.name}: metrics()[{name!r}] is {got} for a batch of {num_rows}. Return one number per "
-                    f"sample (a tensor of length {num_rows}), or a pair (sum, count)."
-                )
-            if not real:
-                total, units = torch.zeros_like(total), torch.zeros_like(units)
-            measured[name] = (total, units)
-        return measured
+                yield measure(self.task, output, target, micro, self.world.device)
 
     # -- what is kept --------------------------------------------------------------------------------------------
 

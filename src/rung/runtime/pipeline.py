@@ -23,8 +23,8 @@ from rung.parallel.materialize import is_absent
 from rung.parallel.schedule import Chunk, Stage, forward_only, make_schedule, run_schedule
 from rung.parallel.sharding import hold_gradients, set_gradient_sync
 from rung.parallel.stages import crossing
-from rung.parallel.tensor import whole_output
 from rung.runtime.forward import call_model
+from rung.runtime.measure import measure
 from rung.runtime.mesh import MeshRuntime, weighted
 
 
@@ -148,7 +148,7 @@ class PipelineRuntime(MeshRuntime):
             def run() -> Any:
                 with self._autocast():
                     output, target = call_model(self.task, self.model, micro.data)
-                    return self._measure(whole_output(output), target, micro)
+                    return measure(self.task, output, target, micro, self.world.device)
 
             return run
 

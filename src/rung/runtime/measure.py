@@ -1,0 +1,53 @@
+"""What an evaluation takes from one micro-batch: the loss and the task's metrics, as sums that add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rung.batches import MicroBatch
+from rung.errors import TaskError
+from rung.parallel.tensor import whole_output
+from rung.task import Task, split_batch
+
+
+def loss_weight(task: Task, micro: MicroBatch) -> Any:
+    """How many units the loss of a micro-batch averages over, by the task's own count."""
+    assert task.loss_weight is not None
+    return 0 if micro.num_samples == 0 else task.loss_weight(split_batch(micro.data)[1])
+
+
+def measure(
+    task: Task, output: Any, target: Any, micro: MicroBatch, device: torch.device
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(sum, count) of the loss and of each metric over this rank's samples."""
+    output = whole_output(output)
+    real = micro.num_samples > 0
+    count = torch.tensor(float(micro.num_samples), dtype=torch.float64, device=device)
+    weight = count
+    if task.loss_weight is not None:
+        weight = torch.as_tensor(loss_weight(task, micro), device=device).to(torch.float64).reshape(())
+    loss = task.loss(output, target).to(torch.float64)
+    measured = {"loss": (torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight)}
+    if task.metrics is None:
+        return measured
+    num_rows = max(micro.num_samples, 1)
+    for name, value in task.metrics(output, target).items():
+        if name == "loss":
+            raise TaskError(f"{task.name}: metrics() may not return 'loss', which is measured anyway. Rename it.")
+        if isinstance(value, tuple) and len(value) == 2:
+            total, units = (torch.as_tensor(v, device=device).to(torch.float64).reshape(()) for v in value)
+        elif isinstance(value, Tensor) and value.dim() == 1 and value.shape[0] == num_rows:
+            total, units = value.to(torch.float64).sum(), count
+        else:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TaskError(
+                f"{task.name}: metrics()[{name!r}] is {got} for a batch of {num_rows}. Return one number per "
+                f"sample (a tensor of length {num_rows}), or a pair (sum, count)."
+            )
+        if not real:
+            total, units = torch.zeros_like(total), torch.zeros_like(units)
+        measured[name] = (total, units)
+    return measured
