@@ -161,7 +161,33 @@ def recurrent_task() -> Task:
     return text_task(model=TinyGRU)
 
 
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(36, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 24), nn.Dropout(0.2))
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x.flatten(1)))
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Augments: each read draws random numbers."""
+
+    def __len__(self) -> int:
+        return 103
+
+    def __getitem__(self, index: int) -> Any:
+        g = torch.Generator().manual_seed(index)
+        return torch.randn(1, 6, 6, generator=g) + 0.1 * torch.randn(1, 6, 6), index % 5
+
+
+def dropping_task() -> Task:
+    return image_task(model=Dropping, train_data=Noisy, optimizer=lambda m: torch.optim.AdamW(m.parameters(), 0.01))
+
+
 TASKS = {
+    "dropping": dropping_task,
     "recurrent": recurrent_task,
     "images": image_task,
     "text": text_task,

@@ -17,14 +17,14 @@ from rung.version import VERSION
 
 # Where each flag of `rung train` stands in its help.
 _GROUPS = {
-    "where": ("strategy", "nproc", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
+    "where": ("strategy", "nproc", "nnodes", "rdzv", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
     "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
     "how": ("precision", "clip", "compile", "activation_checkpointing"),
-    "run": ("out",),
+    "run": ("checkpoint_every", "keep", "replicate_state", "max_restarts", "timeout", "out"),
 }
 # Those of `rung explain`: what changes where things live, what is sent, and when.
 _EXPLAINED = {
-    "where": _GROUPS["where"],
+    "where": tuple(name for name in _GROUPS["where"] if name not in ("nnodes", "rdzv")),
     "how much": ("batch_size", "micro_batch"),
     "how": ("precision", "clip", "activation_checkpointing"),
 }
@@ -108,6 +108,13 @@ def _build_parser() -> _Parser:
     )
     train.add_argument("task", help="a task file, or a directory with a task.py")
     _add_settings(train, _GROUPS)
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        metavar="RUN",
+        help="go on with a run from its newest checkpoint; without a name, with the newest run of the task",
+    )
     train.set_defaults(call=_train)
 
     verify = commands.add_parser(
@@ -149,6 +156,52 @@ def _build_parser() -> _Parser:
     result.add_argument("--out", dest="svg", metavar="FILE.svg", help="draw it, too")
     result.add_argument("--json", action="store_true", help="the explanation as JSON on standard output")
     explain.set_defaults(call=_explain)
+
+    scale = commands.add_parser(
+        "scale",
+        help="change the number of processes of a running job",
+        description="Change the number of processes of a job that was started with --nproc MIN:MAX. No step is lost.",
+    )
+    scale.add_argument("run", help="the run's directory")
+    scale.add_argument("processes", type=int, help="how many to go on with")
+    scale.set_defaults(call=_scale)
+
+    rdzv = commands.add_parser(
+        "rdzv",
+        help="keep the place where the machines of a job meet",
+        description="Keep the place where machines meet (--rdzv HOST:PORT) in a process of its own, so that the job "
+        "outlives the loss of any machine. Without it, the machine of that address keeps it. Ends with Ctrl-C.",
+    )
+    rdzv.add_argument("port", type=int)
+    rdzv.set_defaults(call=_rdzv)
+
+    checkpoints = commands.add_parser(
+        "checkpoints",
+        help="list the checkpoints of a run and check them",
+        description="List the checkpoints of a run, check every byte of them, and say which one --resume would take. "
+        "Exits with 1 if any is damaged.",
+    )
+    checkpoints.add_argument("run", metavar="RUN", help="a run directory, or its folder of checkpoints")
+    checkpoints.add_argument("--quick", action="store_true", help="look at the sizes of files, not at their content")
+    checkpoints.add_argument("--json", action="store_true", help="the list as JSON on standard output")
+    checkpoints.set_defaults(call=_checkpoints)
+
+    export = commands.add_parser(
+        "export",
+        help="write a run's weights for use without Rung",
+        description="Write the weights of a run under the module's own names: they load with strict=True into the "
+        "bare module, whatever strategy trained them. The newest whole checkpoint is taken, or the end of the run.",
+    )
+    export.add_argument("run", metavar="RUN", help="a run directory, its folder of checkpoints, or one checkpoint")
+    export.add_argument("--output", metavar="FILE", required=True, help="FILE.safetensors, FILE.pt or FILE.pth")
+    export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+    export.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="above it, several .safetensors files and an index as Hugging Face has (default 5GB)",
+    )
+    export.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    export.set_defaults(call=_export)
 
     new = commands.add_parser(
         "new", help="write a commented task file that runs", description="Write a commented task file that runs."
@@ -203,7 +256,13 @@ def _train(options: argparse.Namespace) -> int:
     from rung.launch.command import train
 
     flags = {name: getattr(options, name) for name in FLAGS}
-    return train(options.task, config_file=options.config, flags=flags, assignments=_assignments(options.set))
+    return train(
+        options.task,
+        config_file=options.config,
+        flags=flags,
+        assignments=_assignments(options.set),
+        resume=options.resume,
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -232,6 +291,38 @@ def _explain(options: argparse.Namespace) -> int:
         assignments=_assignments(options.set),
         out=options.svg,
         as_json=options.json,
+    )
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from rung.launch.elastic import scale
+
+    print(scale(options.run, options.processes))
+    return 0
+
+
+def _rdzv(options: argparse.Namespace) -> int:
+    from rung.launch.elastic import keep_store
+
+    keep_store(options.port, lambda: print(f"machines can meet at port {options.port} of this machine", flush=True))
+    return 0
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from rung.checkpoint_view import checkpoints_command
+
+    return checkpoints_command(options.run, as_json=options.json, quick=options.quick)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from rung.checkpoint_view import export_command
+
+    return export_command(
+        options.run,
+        output=options.output,
+        step=options.step,
+        max_shard_size=options.max_shard_size,
+        force=options.force,
     )
 
 

@@ -29,7 +29,11 @@ class RunConfig:
     strategy: str | None = _setting(
         None, "how to spread the task; default: single, or ddp for several processes", str, flag=True
     )
-    nproc: int | None = _setting(None, "processes on this machine; default: one per GPU, or one", int, flag=True)
+    nproc: str | None = _setting(
+        None, "processes on each machine, or MIN:MAX for an elastic run; default: one per GPU, or one", str, flag=True
+    )
+    nnodes: str = _setting("1", "machines of the job, or MIN:MAX; each starts the same command", str, flag=True)
+    rdzv: str | None = _setting(None, "HOST:PORT where the machines of a job meet", str, flag=True)
     batch_size: int = _setting(32, "samples in one step, over all processes", int, flag=True)
     micro_batch: int | None = _setting(
         None, "samples a process takes at a time; the rest of its share is accumulated", int, flag=True
@@ -63,6 +67,20 @@ class RunConfig:
         False, "cut activations between tensor-parallel layers along the sequence", bool, flag=True
     )
     shard_by: str = _setting("block", "what is gathered at a time: block, size:10M or whole", str, flag=True)
+    checkpoint_every: int | None = _setting(
+        None, "steps between two checkpoints; with it there is one at the end, too", int, flag=True
+    )
+    keep: int = _setting(3, "checkpoints to keep, the newest ones", int, flag=True)
+    replicate_state: bool = _setting(
+        False, "copy each rank's state into a neighbour's memory in every step", bool, flag=True
+    )
+    max_restarts: int | None = _setting(
+        None,
+        "restarts in a row without progress before the job fails; default: 3 if elastic, else none",
+        int,
+        flag=True,
+    )
+    timeout: int = _setting(600, "seconds without progress after which a job counts as hung", int, flag=True)
     out: str | None = _setting(None, "run directory; default: runs/<task>-<strategy>-<time>", str, flag=True)
 
     device: str = _setting("auto", "auto, cpu or cuda", str, ("auto", "cpu", "cuda"))
@@ -84,9 +102,16 @@ class RunConfig:
     log_every: int = _setting(10, "steps between two reads of the figures from the device", int)
     eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)
     save_weights: bool = _setting(True, "write model.safetensors at the end", bool)
-    timeout_seconds: int = _setting(600, "how long a rank waits for another before it gives up", int)
+    keep_every: int | None = _setting(None, "keep every checkpoint whose step this number divides, for ever", int)
+    async_save: bool = _setting(True, "write checkpoints while training goes on", bool)
+    grace_seconds: int = _setting(30, "time to save and leave after SIGTERM or SIGUSR1", int)
+    oom_retry: bool = _setting(True, "out of memory: go on with half the micro-batch", bool)
 
 
+_AT_LEAST_ONE = (
+    "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep", "keep_every",
+    "grace_seconds",
+)  # fmt: skip
 SETTINGS = {f.name: f for f in fields(RunConfig)}
 FLAGS = [name for name, f in SETTINGS.items() if f.metadata["flag"]]
 
@@ -106,8 +131,10 @@ def resolve(
     file: str | Path | None = None,
     flags: Mapping[str, Any] | None = None,
     assignments: Mapping[str, str] | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Settings from all their sources. `flags` are typed values, `assignments` the pairs given to --set."""
+    """Settings from all their sources. `flags` are typed values, `assignments` the pairs given to --set, `base` what a
+    run had that is to go on."""
     values: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     origins = dict.fromkeys(SETTINGS, "default")
@@ -125,6 +152,8 @@ def resolve(
 
     for key, value in task.defaults.items():
         take(key, value, "task")
+    for key, value in (base or {}).items():
+        take(key, value, "run")
     if file is not None:
         for key, value in read_toml(file).items():
             take(key, value, f"file {Path(file).name}")
@@ -184,16 +213,22 @@ def check(key: str, value: Any) -> Any:
         if SETTINGS[key].default is None:
             return None
         raise ConfigError(f"{key} needs a value.")
+    if key in ("nproc", "nnodes") and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
     value = coerce(key, value, meta["kind"]() if meta["kind"] is not str else "")
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(
             f"{key} cannot be {value!r}.{nearest(value, meta['choices'])} It is one of: {', '.join(meta['choices'])}."
         )
-    if key in ("nproc", "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout_seconds") and value < 1:
+    if key in _AT_LEAST_ONE and value < 1:
         raise ConfigError(f"{key} must be at least 1, not {value}.")
     if key == "clip" and not value > 0:
         raise ConfigError(f"clip must be above 0, not {value}.")
-    if key in ("workers", "seed") and value < 0:
+    if key in ("nproc", "nnodes"):
+        count_range(value, key)
+    if key == "rdzv" and not (value.rpartition(":")[0] and value.rpartition(":")[2].isdigit()):
+        raise ConfigError(f"rdzv is HOST:PORT, not {value!r}.")
+    if key in ("workers", "seed", "max_restarts") and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
     if key == "seed" and value >= 2**63:
         raise ConfigError(f"seed must be below 2**63, not {value}.")
@@ -202,6 +237,23 @@ def check(key: str, value: Any) -> Any:
     if key == "eval_every" and value not in ("epoch", "never") and not (value.isdigit() and int(value) > 0):
         raise ConfigError(f"eval_every is 'epoch', 'never' or a number of steps, not {value!r}.")
     return value
+
+
+def count_range(text: str, what: str = "nproc") -> tuple[int, int]:
+    """The least and the most of 'N' or 'MIN:MAX'."""
+    low, colon, high = str(text).partition(":")
+    if not (low.isdigit() and (high.isdigit() or not colon)):
+        raise ConfigError(f"{what} is a number, or MIN:MAX such as 2:4, not {text!r}.")
+    least, most = int(low), int(high or low)
+    if not 1 <= least <= most:
+        raise ConfigError(f"{what} must be at least 1 and grow from left to right, not {text}.")
+    return least, most
+
+
+def is_elastic(config: RunConfig) -> bool:
+    """Whether the number of processes may change while the run goes on, or several machines take part."""
+    ranges = [count_range(text) for text in (config.nproc or "1", config.nnodes)]
+    return any(least != most for least, most in ranges) or ranges[1][1] > 1
 
 
 def shard_size(text: str) -> int | None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# The exit code of a run that saved its state and wants to be started again with --resume (EX_TEMPFAIL of sysexits.h).
+RESUME_EXIT_CODE = 75
+
 
 class RungError(Exception):
     """The base of every error whose message is meant for the user."""
@@ -36,6 +39,10 @@ class ModelError(RungError):
 
 class EnvironmentProblem(RungError):
     """The machine lacks something the run needs."""
+
+
+class CheckpointError(RungError):
+    """A checkpoint is missing, damaged, or does not fit the task."""
 
 
 class JobFailed(RungError):

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rung.config import refuse_contradictions, resolve
+from rung.config import count_range, refuse_contradictions, resolve
 from rung.errors import ConfigError
 from rung.explain import Explanation, Slot, explain
 from rung.explain_svg import draw
@@ -69,7 +69,7 @@ def explain_command(
     task = load_task(path)
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
     config = resolved.config
-    num_ranks = config.nproc
+    num_ranks = count_range(config.nproc)[1] if config.nproc is not None else None
     if num_ranks is None and config.strategy is not None:
         num_ranks = natural_num_ranks(config.strategy)
         if num_ranks is None:

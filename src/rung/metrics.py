@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from rung.batches import Window
+from rung.checkpoint import SaveRecord
 from rung.runtime.base import LocalStep
 from rung.world import World
 
@@ -49,11 +50,14 @@ class EvalRecord:
 
 
 class Observer(Protocol):
-    def on_start(self, facts: dict[str, Any]) -> None: ...
+    def on_start(self, facts: dict[str, Any], step: int) -> None:
+        """`step` is the one after which the run goes on; 0 for a new one."""
 
     def on_steps(self, records: list[StepRecord]) -> None: ...
 
     def on_evaluation(self, record: EvalRecord) -> None: ...
+
+    def on_checkpoint(self, record: SaveRecord) -> None: ...
 
     def on_end(self, facts: dict[str, Any]) -> None: ...
 
@@ -76,11 +80,11 @@ class Ledger:
     so that it does not stand idle while figures are read and told.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, samples: int = 0) -> None:
         self._world = world
         self._clock = _Clock(world)
         self._pending: list[tuple[Window, LocalStep, Any]] = []
-        self._samples = 0
+        self._samples = samples
         self._last_mark = self._clock.mark()
 
     def add(self, window: Window, result: LocalStep) -> None:
@@ -156,13 +160,23 @@ def peak_memory_bytes(world: World) -> int:
 
 
 class JsonLines:
-    """metrics.jsonl: one object a line, for steps and for evaluations."""
+    """metrics.jsonl: one object a line, for steps, evaluations and checkpoints.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", buffering=1)
+    Lines are only ever added. After a `resume`, steps that come later in the file and again are the ones that count:
+    `committed` reads a file that way.
+    """
 
-    def on_start(self, facts: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"event": "start", **facts}) + "\n")
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        if resume:
+            _end_line(path)
+        self._file = path.open("a" if resume else "w", buffering=1)
+
+    def on_start(self, facts: dict[str, Any], step: int) -> None:
+        event = {"event": "resume", "step": step} if step else {"event": "start"}
+        self._file.write(json.dumps({**event, **facts}) + "\n")
+
+    def on_checkpoint(self, record: SaveRecord) -> None:
+        self._file.write(json.dumps({"event": "checkpoint", **asdict(record)}) + "\n")
 
     def on_end(self, facts: dict[str, Any]) -> None:
         self._file.write(json.dumps({"event": "end", **facts}) + "\n")
@@ -178,15 +192,41 @@ class JsonLines:
         self._file.close()
 
 
+def committed(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file that count: what a resumed run did again stands there once, as it was done last."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["event"] in ("start", "resume"):
+            reached = row.get("step", 0)
+            rows = [kept for kept in rows if kept["event"] in ("start", "resume") or kept.get("step", 0) <= reached]
+        rows.append(row)
+    return rows
+
+
+def _end_line(path: Path) -> None:
+    """A run that was killed may have left half a line."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
 class TensorBoard:
     """The same figures as TensorBoard events."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), flush_secs=10)
+        self._writer: Any = SummaryWriter(str(folder), flush_secs=10, purge_step=start_step + 1 if start_step else None)
 
-    def on_start(self, facts: dict[str, Any]) -> None:
+    def on_checkpoint(self, record: SaveRecord) -> None:
+        self._scalar("checkpoint/stall_seconds", record.stall_seconds, record.step)
+        self._scalar("checkpoint/write_seconds", record.write_seconds, record.step)
+
+    def on_start(self, facts: dict[str, Any], step: int) -> None:
         self._writer.add_text("run", ", ".join(f"{key}: {value}" for key, value in facts.items()))
 
     def on_end(self, facts: dict[str, Any]) -> None: ...

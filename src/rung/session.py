@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rung.batches import Batches, Cut, MicroBatch, Window
-from rung.checkpoint import save_weights
+from rung.checkpoint import Position, Saver, Sites, choose, restore, save_weights
 from rung.config import micro_batch_size, resolve
 from rung.errors import DataError
 from rung.runtime import build_runtime
@@ -60,26 +60,30 @@ class Session:
                 layout,
                 device=self.config.device,
                 backend=self.config.backend,
-                timeout_seconds=self.config.timeout_seconds,
+                timeout_seconds=self.config.timeout,
             )
         )
         steps = total_steps if total_steps is not None else self.config.steps
         self.runtime = build_runtime(self.task, self.world, self.config, total_steps=steps)
         torch.manual_seed(dropout_seed(self.config.seed, self.world))
         self.num_steps = 0
+        self._num_samples = 0
+        self._saver: Saver | None = None
+        self._saver_folder: Path | None = None
 
     @property
     def model(self) -> torch.nn.Module:
         return self.runtime.model
 
     def batches(self) -> Batches:
-        """The task's own training data, cut for this rank: windows that `step` takes as they are."""
-        return make_batches(self.task, self.config, self.world)
+        """The task's own training data, cut for this rank, from the step after the last one done on."""
+        return make_batches(self.task, self.config, self.world, start_step=self.num_steps)
 
     def step(self, batch: Any) -> StepStats:
         """One optimizer step on a global batch (the same on every rank), or on a window of `batches()`."""
         window = batch if isinstance(batch, Window) else self._window(batch)
         self.num_steps += 1
+        self._num_samples += window.num_global_samples
         (placed,) = self.runtime.place([window])
         result = self.runtime.step(placed, want_norm=True)
         loss = result.loss_share.clone()
@@ -94,7 +98,30 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Write the whole weights under the module's own names. All ranks call it."""
-        save_weights(self.runtime.named_weights(), Path(path), is_main=self.world.is_main)
+        save_weights(self.runtime, Path(path), step=self.num_steps)
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Write the whole state after the last step into `folder`, under any strategy for any other. All ranks call it.
+
+        Returns when it is on the disk. Older checkpoints in the folder are kept as the settings `keep` and `keep_every`
+        say.
+        """
+        if self._saver is None or self._saver_folder != Path(folder):
+            config = self.config
+            self._saver_folder = Path(folder)
+            self._saver_folder.mkdir(parents=True, exist_ok=True)
+            self._saver = Saver(self._saver_folder, self.runtime, keep=config.keep, keep_every=config.keep_every)
+        self._saver.save(Position(self.num_steps, 0, self._num_samples, self._num_samples), wait=True)
+
+    def load_checkpoint(self, folder: str | Path) -> int:
+        """Go on from the newest whole checkpoint in `folder`: the number of steps done then, or 0 if there is none."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        found = choose({"checkpoints": Path(folder)}, self.world, Sites(self.world, Path(folder)))
+        if found is None:
+            return 0
+        restore(self.runtime, found, seed=self.config.seed)
+        self.num_steps, self._num_samples = found.step, int(found.manifest["samples"])
+        return self.num_steps
 
     def close(self) -> None:
         self._stack.close()

@@ -1,7 +1,8 @@
 """What each rank is doing right now, in a small memory-mapped file that outlives the rank.
 
-A rank killed by a signal can write no report; the launcher reads here which step and phase it was in. Writing is a
-copy of 16 bytes into shared memory, cheap enough for every phase of every step.
+A rank killed by a signal can write no report; the launcher reads here which step and phase it was in, and when it last
+came forward. The other way, the launcher can ask all ranks for something. Writing is a copy of 24 bytes into shared
+memory, cheap enough for every phase of every step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PHASES = (
@@ -24,9 +26,13 @@ PHASES = (
     "evaluating",
     "saving",
     "finished",
+    "stopped",  # left in good order with its state saved; the job is not finished
+    "spare",  # takes no part; waits until it is needed
 )
-_SLOT = struct.Struct("<qii")  # step, phase, pid
-_SLOT_BYTES = 64  # a cache line each, so that ranks do not disturb each other
+REQUESTS = ("", "stop")
+_SLOT = struct.Struct("<qiid")  # step, phase, pid, when
+_REQUEST = struct.Struct("<i")
+_SLOT_BYTES = 64  # a cache line each, so that ranks do not disturb each other. The first slot holds the request.
 
 
 @dataclass(frozen=True)
@@ -34,17 +40,23 @@ class RankStatus:
     step: int
     phase: str
     pid: int
+    changed: float = field(default=0.0, compare=False)  # time.monotonic(), which all processes of a Linux machine share
 
     @property
     def finished(self) -> bool:
         return self.phase == "finished"
 
+    @property
+    def left(self) -> bool:
+        """Whether it went in good order: nobody waits for it any more."""
+        return self.phase in ("finished", "stopped")
+
 
 class StatusBoard:
-    """One slot for each rank of this job."""
+    """One slot for each rank of this job, and one for what the launcher asks of them."""
 
     def __init__(self, path: str | Path, num_ranks: int, *, create: bool = False) -> None:
-        size = max(num_ranks * _SLOT_BYTES, mmap.PAGESIZE)
+        size = max(_offset(num_ranks), mmap.PAGESIZE)
         if create:
             Path(path).write_bytes(b"\0" * size)
         descriptor = os.open(path, os.O_RDWR)
@@ -55,32 +67,58 @@ class StatusBoard:
         self.num_ranks = num_ranks
 
     def read(self, rank: int) -> RankStatus:
-        step, phase, pid = _SLOT.unpack_from(self._memory, rank * _SLOT_BYTES)
-        return RankStatus(step, PHASES[phase], pid)
+        step, phase, pid, changed = _SLOT.unpack_from(self._memory, _offset(rank))
+        return RankStatus(step, PHASES[phase], pid, changed)
 
     def writer(self, rank: int) -> StatusWriter:
         return StatusWriter(self._memory, rank)
+
+    def request(self, what: str) -> None:
+        """Ask every rank for something. It stays asked until it is cleared, for ranks that start later, too."""
+        _REQUEST.pack_into(self._memory, 0, _REQUEST_CODES[what])
+
+    def clear_request(self) -> None:
+        self.request("")
 
 
 class StatusWriter:
     """The slot of one rank. Without a board it remembers the status for this process alone."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None, rank: int = 0) -> None:
-        self._memory: mmap.mmap | bytearray = bytearray(_SLOT_BYTES * (rank + 1)) if memory is None else memory
-        self._offset = rank * _SLOT_BYTES
+        self._memory: mmap.mmap | bytearray = bytearray(_offset(rank + 1)) if memory is None else memory
+        self._offset = _offset(rank)
         self._pid = os.getpid()
         self._step = 0
         self._phase = 0
+        self._asked = False
 
     def step(self, step: int) -> None:
         self._step = step
 
     def phase(self, phase: str) -> None:
         self._phase = _PHASE_CODES[phase]
-        _SLOT.pack_into(self._memory, self._offset, self._step, self._phase, self._pid)
+        self.touch()
+
+    def touch(self) -> None:
+        """Say that this rank came forward, in a phase of many parts: each of them may take its time."""
+        _SLOT.pack_into(self._memory, self._offset, self._step, self._phase, self._pid, time.monotonic())
 
     def current(self) -> RankStatus:
         return RankStatus(self._step, PHASES[self._phase], self._pid)
 
+    def ask_to_stop(self) -> None:
+        """Asked of this rank alone, by a signal. Safe in a signal's handler."""
+        self._asked = True
+
+    def stop_requested(self) -> bool:
+        """Whether this rank or all of them were asked to stop. Ranks may see it at different moments (see `pulse`)."""
+        return self._asked or bool(_REQUEST.unpack_from(self._memory, 0)[0] == _STOP)
+
+
+def _offset(rank: int) -> int:
+    return (rank + 1) * _SLOT_BYTES
+
 
 _PHASE_CODES = {name: code for code, name in enumerate(PHASES)}
+_REQUEST_CODES = {name: code for code, name in enumerate(REQUESTS)}
+_STOP = _REQUEST_CODES["stop"]

@@ -224,6 +224,26 @@ def parse(text: str, num_ranks: int, ranks_per_host: int | None = None, schedule
     )
 
 
+def fit(
+    text: str, num_ranks: int, ranks_per_host: int | None = None, schedule: str | None = None
+) -> tuple[Layout, int]:
+    """The layout of `text` on as many of `num_ranks` processes as it can use, and how many are left over.
+
+    For worlds whose size changes while the job runs: sizes that were asked for are kept, the unsized part takes what
+    is left, and what does not divide waits.
+    """
+    least = 1
+    for part in split(text):
+        least *= math.prod(part.sizes)
+    for used in range(num_ranks, least - 1, -1):
+        try:
+            return parse(text, used, ranks_per_host, schedule), num_ranks - used
+        except StrategyError:
+            if used == least:  # not a matter of numbers: say what it is
+                raise
+    raise StrategyError(f"{text!r} needs at least {least} processes; {num_ranks} cannot hold it.")
+
+
 def split(text: str) -> list[_Part]:
     """The words of a strategy in the order pp, data, tp; what cannot stand together is refused."""
     parts = [_split_word(word, text) for word in text.split(",")]

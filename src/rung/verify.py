@@ -25,7 +25,8 @@ from rich.text import Text
 from rung.config import RunConfig, micro_batch_size, resolve
 from rung.errors import ConfigError, ModelError, RungError, StrategyError
 from rung.launch.command import prepare
-from rung.launch.local import launch, warm_up
+from rung.launch.local import launch
+from rung.launch.server import warm_up
 from rung.runtime import build_runtime
 from rung.strategy import SCHEDULES, Layout, natural_num_ranks, parse
 from rung.task import load_task
@@ -283,7 +284,7 @@ class _Jobs:
         config = replace(
             self._config,
             strategy=strategy,
-            nproc=num_ranks,
+            nproc=str(num_ranks),
             micro_batch=micro_batch,
             offload=self._offload if layout.shards_parameters else "none",
             sequence_parallel=self._config.sequence_parallel and layout.tp > 1,

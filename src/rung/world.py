@@ -38,6 +38,7 @@ class World:
     backend: str
     mesh: DeviceMesh | None
     pretend: bool = False
+    timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # of a collective
     _fake_mode: Any = field(default=None, repr=False)
     _data_mesh: DeviceMesh | None = field(default=None, repr=False)
 
@@ -167,6 +168,11 @@ class World:
         dist.all_gather_object(everyone, value)
         return everyone
 
+    def host_group(self) -> dist.ProcessGroup:
+        """A new group of all ranks for host memory, so that what is sent there does not mix with the training."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self.timeout)
+        return group
+
     def barrier(self) -> None:
         if self.size > 1 and not self.pretend:
             dist.all_reduce(torch.zeros(1))
@@ -193,6 +199,11 @@ def environment_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", environment_rank()))
 
 
+def set_environment_sizes(size: int, local_size: int) -> None:
+    """Correct what the launcher's environment says, where not every process that it started takes part."""
+    os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = str(size), str(local_size)
+
+
 @contextlib.contextmanager
 def open_world(
     layout: Layout, *, device: str = "auto", backend: str = "auto", timeout_seconds: int = 600
@@ -216,7 +227,7 @@ def open_world(
         dist.init_process_group(name, rank=rank, world_size=size, timeout=timeout)
     else:  # one process that nobody launched
         dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
-    world = World(layout, rank, size, local_rank, where, name, _make_mesh(layout, where))
+    world = World(layout, rank, size, local_rank, where, name, _make_mesh(layout, where), timeout=timeout)
     try:
         yield world
     except BaseException:

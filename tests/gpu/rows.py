@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from rung.checkpoint import Position, Sites
 from rung.config import RunConfig
+from rung.keeper import Keeper
 from rung.runtime import build_runtime
 from rung.strategy import parse
 from rung.task import load_task
 from rung.train import make_batches
 from rung.world import environment_size, open_world, pretend_world
+from tests.checkpoints import legs, one_leg
 from tests.harness import on_ranks
 from tests.parity import by_hand, largest_difference, with_rung
 from tests.tasks import EXAMPLES, TASKS
@@ -65,13 +71,18 @@ def half_is_near(strategy: str, precision: str, **changes: Any) -> str:
 def _steps_without_synchronisation(strategy: str, precision: str) -> int:
     task = TASKS["adamw"]()
     config = RunConfig(batch_size=16, steps=8, precision=precision, clip=1.0, device="cuda")
-    with open_world(parse(strategy, environment_size())) as world:
+    with open_world(parse(strategy, environment_size())) as world, tempfile.TemporaryDirectory() as folder:
         runtime = build_runtime(task, world, config, total_steps=8)
+        keeper = Keeper(Path(folder), runtime, Sites(world, Path(folder)), config, {}, Position(0, 0, 0, 0))
         for window in runtime.place(make_batches(task, config, world)):
             if window.step > 3:  # by then every cache is warm
                 torch.cuda.set_sync_debug_mode("error")
             try:
+                keeper.before_step()
                 runtime.step(window)
+                keeper.after_step(Position(window.step, 0, 0, 0))
+                if window.step > 4 and precision != "fp16":  # the scaler's state is read from the device
+                    keeper.save(Position(window.step, 0, 0, 0))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     return 8
@@ -106,6 +117,44 @@ def memory_of_one_rank(strategy: str, size: int, precision: str = "bf16") -> str
     return f"peak MiB {' '.join(figures)}"
 
 
+def resumes_exactly(strategy: str, num_ranks: int, precision: str = "fp32") -> str:
+    """Stopped twice, with dropout: the losses and weights of the run that was never stopped, bit by bit."""
+    config = RunConfig(
+        batch_size=10,
+        steps=20,
+        precision=precision,
+        device="cuda",
+        backend="gloo" if num_ranks > 1 else "auto",
+        eval_every="never",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        plan = [(strategy, num_ranks, until) for until in (4, 11, 20)]
+        losses, state = legs(TASKS["dropping"], config, Path(folder, "legs"), plan)
+        whole_losses, whole = legs(TASKS["dropping"], config, Path(folder, "whole"), plan[-1:])
+    assert losses == whole_losses
+    assert all(torch.equal(state[name], whole[name]) for name in whole)
+    return f"{len(losses)} steps"
+
+
+def any_to_any() -> str:
+    """From strategy to strategy and from the GPU to the CPU and back, against one process on the CPU."""
+    config = RunConfig(batch_size=10, steps=10, precision="fp64", clip=0.5, device="cuda", eval_every="never")
+    shared = replace(config, backend="gloo")
+    plan = [
+        ("ddp", 2, 2, shared), ("zero3", 2, 4, shared), ("tp2", 2, 5, shared), ("single", 1, 6, config),
+        ("pp2", 2, 8, replace(config, device="cpu")), ("zero1", 2, 10, shared),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        for strategy, num_ranks, until, own in plan:
+            results = on_ranks(
+                one_leg, num_ranks, TASKS["gpt"], strategy, own, str(Path(folder, "legs")), until, timeout=300
+            )
+        _, whole = legs(TASKS["gpt"], replace(config, device="cpu"), Path(folder, "whole"), [("single", 1, 10)])
+    gap = max(float((torch.as_tensor(v).double() - whole[n].double()).abs().max()) for n, v in results[0].state.items())
+    assert gap < 1e-9, f"differs by {gap:.1e}"
+    return f"{gap:.1e}"
+
+
 def rows() -> list[tuple[str, Callable[[], str]]]:
     found: list[tuple[str, Callable[[], str]]] = []
 
@@ -136,6 +185,12 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
         add(f"{strategy} recurrent", matches_cpu, strategy, "recurrent", 1)
     for model in ("babycnn", "text", "gpt"):
         add(f"tp2 {model} gloo", matches_cpu, "tp2", model, 2)
+    for strategy in ("single", "ddp", "zero3"):
+        add(f"{strategy} resumes exactly", resumes_exactly, strategy, 1)
+    add("single fp16 resumes exactly", resumes_exactly, "single", 1, "fp16")
+    for strategy in ("ddp", "zero1", "zero3", "tp2"):
+        add(f"{strategy} resumes exactly 2 ranks gloo", resumes_exactly, strategy, 2)
+    add("any strategy to any, GPU and CPU, resumes", any_to_any)
     add("tp2 gpt gloo x3", matches_cpu, "tp2", "gpt", 2, global_micro_batch=12)
     add("tp2 gpt gloo sequence parallel", matches_cpu, "tp2", "gpt", 2, sequence_parallel=True)
     add("tp4 gpt gloo", matches_cpu, "tp4", "gpt", 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,54 @@ def test_a_writer_without_a_board_remembers_for_itself() -> None:
     writer.step(2)
     writer.phase("update")
     assert writer.current() == RankStatus(2, "update", os.getpid())
+
+
+def test_a_slot_tells_when_it_last_changed(tmp_path: Path) -> None:
+    board = StatusBoard(tmp_path / "status", 2, create=True)
+    writer = board.writer(1)
+    before = time.monotonic()
+    writer.phase("forward")
+    first = board.read(1).changed
+    assert before <= first <= time.monotonic()
+    writer.step(9)
+    assert board.read(1).changed == first, "a step shows with the phase that follows it"
+    writer.phase("forward")
+    second = board.read(1).changed
+    assert second > first, "the same phase again is a change: another micro-batch"
+    writer.touch()
+    assert board.read(1).changed > second and board.read(1) == RankStatus(9, "forward", os.getpid())
+    assert board.read(0).changed == 0.0
+
+
+def test_a_rank_that_left_in_good_order_is_known(tmp_path: Path) -> None:
+    board = StatusBoard(tmp_path / "status", 1, create=True)
+    left = []
+    for phase in PHASES:
+        board.writer(0).phase(phase)
+        left += [phase] * board.read(0).left
+    assert left == ["finished", "stopped"]
+
+
+def test_a_request_reaches_every_rank_until_it_is_cleared(tmp_path: Path) -> None:
+    board = StatusBoard(tmp_path / "status", 2, create=True)
+    writers = [StatusBoard(tmp_path / "status", 2).writer(rank) for rank in range(2)]
+    assert not any(writer.stop_requested() for writer in writers)
+    board.request("stop")
+    writers.append(StatusBoard(tmp_path / "status", 2).writer(0))  # of a rank that starts later
+    assert all(writer.stop_requested() for writer in writers)
+    assert board.read(0) == RankStatus(0, "not started", 0)
+    board.clear_request()
+    assert not any(writer.stop_requested() for writer in writers)
+
+
+def test_an_unknown_request_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        StatusBoard(tmp_path / "status", 1, create=True).request("dance")
+
+
+def test_a_rank_can_be_asked_alone(tmp_path: Path) -> None:
+    board = StatusBoard(tmp_path / "status", 2, create=True)
+    writers = [board.writer(0), board.writer(1), StatusWriter()]
+    for number in (1, 2):
+        writers[number].ask_to_stop()
+    assert [writer.stop_requested() for writer in writers] == [False, True, True]

@@ -1,185 +1,290 @@
-"""torch's elastic agent for the ranks of one machine, with an eye on the processes that is quicker and sees more.
+"""torch's elastic agent, with a loop of its own: form a world, watch it, and go on after what happened.
 
-The agent starts the ranks and gives them a store to meet at. Its own watch would hang on a rank that leaves early with
-exit code 0, wait half a minute for one that ignores SIGTERM, and not know which of several dead ranks was the first.
-Here a rank's word counts: it has finished when its slot of the status board says so, and one that ends before has
-failed, whatever its exit code.
+torch's loop would hang on a rank that leaves early with exit code 0, wait half a minute for one that ignores SIGTERM,
+not know which of several dead ranks was the first, and kill ranks that could have saved their state. What is left of it
+is how processes are started, and the rendezvous.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
-from rung.processes import is_running
-from rung.status import RankStatus, StatusBoard
+from rung.checkpoint.places import state_folders
+from rung.checkpoint.survey import Place, newest_whole, survey
+from rung.launch.console import JobConsole
+from rung.launch.elastic import Restarts, Terms
+from rung.launch.meeting import Fate, LauncherLost, Meeting, Round
+from rung.launch.rank import Seat
+from rung.launch.ranks import LEAVE_SECONDS, Ranks
+from rung.launch.signals import Asked, Signals
+from rung.launch.watch import Outcome, Watch
+from rung.status import StatusBoard
+from rung.train import Job
 
-# How long after the first death the others may still fall by themselves: a rank that lost its connection to the dead
-# one says so in its log, and two deaths that the system reports out of order are both seen.
-_SETTLE_SECONDS = 0.25
-# How long a finished rank may take to leave. Its results are written; threads of the task may be at their last words.
-_LEAVE_SECONDS = 10.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-class Ranks:
-    """The ranks' processes as the operating system knows them."""
-
-    def __init__(self, board: StatusBoard) -> None:
-        self.deaths: dict[int, float] = {}  # when each was first seen dead, of those that were not ended from here
-        self._board = board
-        self._pids: dict[int, int] = {}
-        self._processes: dict[int, BaseProcess] = {}
-        self._others = set(multiprocessing.active_children())
-        self._ending = False
-
-    def started(self, processes: dict[int, BaseProcess]) -> None:
-        self._processes = processes
-        self._pids = {rank: process.pid for rank, process in processes.items() if process.pid is not None}
-
-    def look(self) -> None:
-        """Note who has died since the last look."""
-        if not self._ending:
-            now = time.time()
-            self.deaths |= {r: now for r, pid in self._pids.items() if r not in self.deaths and not is_running(pid)}
-
-    def all_left(self) -> bool:
-        return len(self.deaths) == len(self._pids)
-
-    def lost(self) -> bool:
-        """Whether a rank has ended that had not finished."""
-        return any(not self._board.read(rank).finished for rank in self.deaths)
-
-    def finished(self) -> bool:
-        return all(status.finished for status in self.statuses())
-
-    def statuses(self) -> list[RankStatus]:
-        return [self._board.read(rank) for rank in range(self._board.num_ranks)]
-
-    def exit_codes(self) -> dict[int, int | None]:
-        """The exit codes of the ranks that ended by themselves; negative ones are signals."""
-        for rank in self.deaths:
-            self._processes[rank].join(1)
-        return {rank: self._processes[rank].exitcode for rank in self.deaths}
-
-    def end(self) -> None:
-        """Kill what is left of every rank, and of the processes that it started.
-
-        Not asked politely: a rank may be inside a collective that never returns, and its Python does not run there.
-        """
-        self.look()
-        self._ending = True
-        for rank, pid in self._pids.items():
-            if rank not in self.deaths:
-                _kill(os.kill, pid)
-            _kill(os.killpg, pid)  # each rank leads a group of its own
-        # A rank whose start was interrupted is known to nobody but the list of children.
-        children = set(multiprocessing.active_children()) - self._others
-        for child in children:
-            child.kill()
-        for child in children:
-            child.join(_LEAVE_SECONDS)
-
-
-class Signals:
-    """Turns the signals that ask the launcher to end into an exception of its main thread. Use as a context manager."""
-
-    def __init__(self) -> None:
-        self._before: dict[signal.Signals, Any] = {}
-        self._hold = False
-        self._waiting: int | None = None
-
-    def __enter__(self) -> Signals:
-        # The agent would install handlers of its own, and cannot be interrupted while it does.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A stretch that the first signal does not interrupt but follows. A second one means it."""
-        self._hold = True
-        try:
-            yield
-        finally:
-            self._hold = False
-        if self._waiting is not None:
-            self._take(self._waiting, None)
-
-    def ignore(self) -> None:
-        for number in self._before:
-            signal.signal(number, signal.SIG_IGN)
-
-    def _take(self, number: int, frame: object) -> None:
-        patient = self._hold and self._waiting is None
-        self._waiting = number
-        if not patient:
-            raise SignalException(f"got signal {number}", signal.Signals(number))
+_STORE_SECONDS = 20.0  # without a store to meet at
 
 
 class RankAgent(LocalElasticAgent):
-    """The elastic agent with `Ranks` as its eyes. No restarts: a rank that comes back has lost its state."""
+    """Starts the ranks of this machine, again and again if the terms allow it. `outcome` is how the job ended."""
 
-    def __init__(self, ranks: Ranks, signals: Signals, *args: Any, **kwargs: Any) -> None:
+    outcome: Outcome
+
+    def __init__(
+        self,
+        job: Job,
+        terms: Terms,
+        meeting: Meeting,
+        signals: Signals,
+        view: JobConsole,
+        state: Path,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._ranks = ranks
-        self._signals = signals
-        self._finished_at: float | None = None
+        assert job.run_dir is not None
+        self._job, self._terms, self._meeting, self._signals, self._view = job, terms, meeting, signals, view
+        self._folder, self._state = Path(job.run_dir), state
+        self._num_local = terms.processes[1]
+        self._restarts = Restarts(terms.max_restarts)
+        self._ranks: Ranks | None = None
+        self._round: Round | None = None
+        self._reason = ""  # why the world is about to be formed again
+        self._step, self._last_kind = 0, "failed"
+
+    @property
+    def step(self) -> int:
+        """How far the job has come."""
+        return max(self._step, self._ranks.step() if self._ranks is not None else 0)
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        if self._ranks is not None:
+            self._ranks.end()
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "") -> RunResult:
+        while True:
+            try:
+                round_ = self._form()
+            except Asked:
+                outcome = Outcome("stopped", self._step)
+            except (RendezvousClosedError, RendezvousGracefulExitError):
+                outcome = self._learn_how_it_ended()
+            except _StoreLost as error:
+                # Who left the world before in good order can still be resumed.
+                outcome = Outcome(self._last_kind, self._step, str(error), is_final=True)
+            else:
+                outcome = self._end_round(round_, self._start(round_).until_the_end())
+                self._step, self._last_kind = max(self._step, outcome.step), outcome.kind
+            if not self._goes_on(outcome):
+                self.outcome = outcome
+                succeeded = outcome.kind == "finished"
+                return RunResult(state=WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED)
+
+    def _goes_on(self, outcome: Outcome) -> bool:
+        """Whether the world is formed again, and if so why; else what the others are told."""
+        self._num_local = outcome.wanted or self._num_local
+        if outcome.kind == "finished":
+            self._meeting.close("finished", "")
+            return False
+        if self._signals.asked is not None:
+            self._meeting.leave()  # the others go on
+            return False
+        if outcome.kind == "stopped":
+            if outcome.is_final or not self._terms.restarts:
+                if outcome.report:
+                    self._view.say(outcome.report)
+                self._meeting.leave()
+                return False
+            self._reason = outcome.reason or self._who_stopped()
+            return True
+        if outcome.is_final or not self._restarts.after_failure(outcome.step):
+            self._meeting.close("failed", outcome.headline)
+            return False
+        self._reason = f"{outcome.headline} (report: {self._keep_report(outcome)})"
+        least, most = self._terms.processes
+        if least < most and outcome.culprits < self._num_local:  # else it was not the fault of their places
+            self._num_local = max(least, self._num_local - outcome.culprits)
+        return True
+
+    def _who_stopped(self) -> str:
+        """Why the ranks left, if nobody here asked them."""
+        deadline = time.monotonic() + 1.0
+        while not self._meeting.is_alone and time.monotonic() < deadline:
+            left = [fate.address for fate in self._meeting.news().fates.values() if fate.kind == "left"]
+            if left:
+                return f"{' and '.join(left)} left"
+            time.sleep(0.05)
+        return "a rank was asked to stop"
+
+    def _keep_report(self, outcome: Outcome) -> Path:
+        folder = self._folder / "failures"
+        folder.mkdir(exist_ok=True)
+        numbers = [int(path.stem) for path in folder.glob("*.txt") if path.stem.isdigit()]
+        path = folder / f"{max(numbers, default=0) + 1:03d}.txt"
+        path.write_text(f"{outcome.report}\n")
+        return path
+
+    # -- forming a world ---------------------------------------------------------------------------------------------
+
+    def _form(self) -> Round:
+        terms, job = self._terms, self._job
+        resume = job.resume or self._round is not None
+
+        def meet() -> Round:
+            return self._meeting.form(self._num_local, job.strategy, job.config.schedule, resume)
+
+        def say() -> None:
+            if self._reason:
+                self._view.say(self._reason)
+            self._reason = ""
+            least, most = terms.nodes
+            wanted = f"{least} to {most}" if least < most else f"{most}"
+            self._view.say(f"waiting at {terms.rdzv} for a place in the job, which is for {wanted} machines")
+
+        deadline = time.monotonic() + _STORE_SECONDS
+        while True:
+            try:
+                round_ = self._signals.aside(meet, say)
+                break
+            except (Asked, RendezvousClosedError, RendezvousGracefulExitError):
+                raise
+            except LauncherLost:
+                continue
+            except Exception as error:
+                # The store is gone; it may come back.
+                if time.monotonic() > deadline or self._meeting.is_alone:
+                    raise _StoreLost(_lost_store(terms, error)) from error
+                self._signals.aside(self._meeting.reconnect, lambda: None)
+        self._say_formed(round_)
+        self._reason = ""
+        self._round = round_
+        return round_
+
+    def _say_formed(self, round_: Round) -> None:
+        if round_.attempt > 1:
+            others = f" on {round_.num_hosts} machines" if round_.num_hosts > 1 else ""
+            verb = "going on" if self._round is not None else "joining a job that goes on"
+            told = f"{verb} with {round_.used} rank{'s' if round_.used != 1 else ''}{others}{self._where_from()}"
+            self._view.say(f"{self._reason}; {told}" if self._reason else told)
+        if round_.num_spares and round_.host == 0:
+            names = ", ".join(map(str, range(round_.used, round_.size)))
+            spare = f"rank {names} waits as a spare" if round_.num_spares == 1 else f"ranks {names} wait as spares"
+            if not round_.used:
+                spare = "all of them wait for more to come"
+            self._view.say(f"{round_.size} processes: {self._job.strategy} uses {round_.used}, {spare}")
+
+    def _where_from(self) -> str:
+        """The step to go on from, where this machine can know it: others may have a newer state."""
+        if not self._meeting.is_alone:
+            return ""
+        found = newest_whole(survey(Place(self._folder, state_folders(self._folder)), thorough=False))
+        return f" from step {found.step}" if found is not None else " from the first step"
+
+    def _start(self, round_: Round) -> Watch:
+        """Start this machine's ranks of a world."""
+        for old in [*self._state.glob("rank-*.json"), self._state / "summary", self._state / "status"]:
+            old.unlink(missing_ok=True)
+        board = StatusBoard(self._state / "status", round_.size, create=True)
+        if self._signals.asked is not None:
+            board.request("stop")
+        self._ranks = Ranks(board)
+        self._view.follow(board, round_.ranks)
+        group: Any = self._worker_group
+        spec = group.spec
+        local_used = len([rank for rank in round_.ranks if rank < round_.used])
+        seat = Seat(
+            str(self._state), round_.size, round_.used, max(1, local_used), round_.attempt, self._meeting.interface
+        )
+        spec.args = (replace(self._job, strategy=round_.strategy, resume=round_.resume), seat)
+        spec.local_world_size = round_.num_local
+        spec.rdzv_handler = self._meeting.handler
+        group.store = self._meeting.handler  # asked for, and not used
+        group.group_rank, group.group_world_size = round_.host, round_.num_hosts
+        group.master_addr, group.master_port = round_.address, round_.port
+        group.workers = [Worker(local, rank, rank, round_.size, round_.size) for local, rank in enumerate(round_.ranks)]
+        self._start_workers(group)
+        group.state = WorkerState.HEALTHY
+        return Watch(
+            round_,
+            self._ranks,
+            meeting=self._meeting,
+            signals=self._signals,
+            terms=self._terms,
+            state=self._state,
+            logs=self._folder / "logs",
+            timeout=self._job.config.timeout,
+        )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        assert self._ranks is not None
+        assert self._round is not None
         with self._signals.held():  # a rank that is half started would be known to nobody
             pids: dict[int, Any] = super()._start_workers(worker_group)
         # The processes themselves, for their exit codes. Neither the agent nor multiprocessing gives them out: the list
         # of active children has forgotten a rank that is dead by now.
         context: Any = self._pcontext
-        self._ranks.started(dict(enumerate(context._pc.processes)))
+        self._ranks.started(dict(zip(self._round.ranks, context._pc.processes, strict=True)))
         return pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ranks = self._ranks
-        ranks.look()
-        if ranks.lost():
-            deadline = time.monotonic() + _SETTLE_SECONDS
-            while not ranks.all_left() and time.monotonic() < deadline:
-                time.sleep(0.01)
-                ranks.look()
-            ranks.end()
-            return RunResult(state=WorkerState.FAILED)
-        if not ranks.finished():
-            return RunResult(state=WorkerState.HEALTHY)
-        self._finished_at = self._finished_at or time.monotonic()
-        if not ranks.all_left() and time.monotonic() < self._finished_at + _LEAVE_SECONDS:
-            return RunResult(state=WorkerState.HEALTHY)
-        ranks.end()
-        return RunResult(
-            state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
-        )
+    # -- ending it ---------------------------------------------------------------------------------------------------
+
+    def _end_round(self, round_: Round, outcome: Outcome) -> Outcome:
+        """Nothing is left of the world here, and the others know how it ended."""
+        self.end()
+        super()._shutdown()
+        kind = "left" if outcome.kind == "stopped" and self._signals.asked is not None else outcome.kind
+        self._meeting.tell(Fate(kind, self._meeting.address, outcome.step, outcome.headline))
+        if outcome.kind == "finished" and round_.num_hosts > 1:
+            return self._wait_for_others(round_, outcome)
+        return outcome
+
+    def _wait_for_others(self, round_: Round, outcome: Outcome) -> Outcome:
+        """All machines have to come to the end; if one fails there, the others go back with it."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while time.monotonic() < deadline and self._signals.asked is None:
+            news = self._meeting.news()
+            failed = [fate for fate in news.fates.values() if fate.kind == "failed"]
+            if failed:
+                return Outcome("failed", outcome.step, f"on {failed[0].address}: {failed[0].headline}")
+            if len(news.fates) == round_.num_hosts - 1 or news.lost:
+                break
+            time.sleep(0.05)
+        return outcome
+
+    def _learn_how_it_ended(self) -> Outcome:
+        """The job is over, and this machine was not part of its last world."""
+        kind, headline = self._meeting.ending()
+        if kind == "finished":
+            return Outcome("finished", self._step)
+        return Outcome("failed", self._step, f"the job failed: {headline}", is_final=True)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # torch 2.11 and 2.13 differ in the arguments
         self._signals.ignore()  # a second Ctrl-C must not cut short what the first one began
-        self._ranks.end()
+        self.end()
         super()._shutdown(*args, **kwargs)
 
     def _record_worker_events(self, result: RunResult) -> None:
         """Nobody reads the agent's events, and each looks the host's name up: seconds, where names do not resolve."""
 
 
-def _kill(how: Any, pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        how(pid, signal.SIGKILL)
+class _StoreLost(Exception):
+    """Nobody answers where the launchers meet."""
+
+
+def _lost_store(terms: Terms, error: Exception) -> str:
+    if terms.rdzv is None:
+        return f"the launcher cannot reach its own store: {error}"
+    port = terms.rdzv.rpartition(":")[2]
+    return (
+        f"nobody answers at {terms.rdzv} any more, where the machines of this job meet. With `rung rdzv {port}` in a "
+        "process of its own there, the job outlives the loss of any of its machines."
+    )

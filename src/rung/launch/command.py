@@ -1,24 +1,37 @@
-"""`rung train`: from flags to a finished run directory on this machine."""
+"""`rung train`: from flags to a finished run directory."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rung.config import Resolved, RunConfig, refuse_contradictions, resolve, write_toml
-from rung.errors import ConfigError
-from rung.launch.local import Interrupted, launch, leaving_at_once, new_run_dir, warm_up
-from rung.strategy import Layout, default_name, natural_num_ranks, parse
+from rung.config import Resolved, RunConfig, count_range, refuse_contradictions, resolve, write_toml
+from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
+from rung.launch import resume as old_run
+from rung.launch.elastic import Terms, terms_of
+from rung.launch.local import Stopped, launch, new_run_dir, new_run_name
+from rung.launch.server import warm_up
+from rung.launch.signals import Interrupted, leaving_at_once
+from rung.strategy import Layout, default_name, fit, natural_num_ranks, parse
 from rung.task import Task, load_task
 from rung.version import VERSION
+
+if TYPE_CHECKING:
+    from rung.launch.meeting import Meeting
+
+# What each machine of a job may have for itself.
+_OWN = ("nproc", "out", "rdzv", "workers", "keep", "keep_every")
 
 
 @dataclass(frozen=True)
@@ -27,8 +40,9 @@ class Plan:
 
     task: Task
     resolved: Resolved
-    layout: Layout
+    layout: Layout  # of the largest world that it may have
     strategy: str
+    terms: Terms
 
     @property
     def config(self) -> RunConfig:
@@ -41,67 +55,187 @@ def prepare(
     config_file: str | None = None,
     flags: Mapping[str, Any] | None = None,
     assignments: Mapping[str, str] | None = None,
+    run: Path | None = None,
 ) -> Plan:
-    """Read task and settings, choose layout and device, and refuse what cannot be, before any process starts."""
+    """Read task and settings, choose layout and device, and refuse what cannot be, before any process starts.
+
+    `run` is the directory of a run that is to go on; its settings stand below all others.
+    """
     with leaving_at_once():
         task = load_task(path)
-        for name in ("rung.launch.agent", "rung.launch.rank"):  # what `launch` needs of torch
+        for name in ("rung.launch.agent", "rung.launch.meeting", "rung.launch.rank"):  # what `launch` needs of torch
             importlib.import_module(name)
         from rung.world import choose_backend, choose_device
-    resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
+    given = {key for key, value in {**(flags or {}), **(assignments or {})}.items() if value is not None}
+    base = old_run.settings_of(run, given) if run is not None else None
+    resolved = resolve(task, file=config_file, flags=flags, assignments=assignments, base=base)
+    if run is not None and base is not None:
+        old_run.refuse_differences(task, resolved, base, run)
+        if "strategy" in given and "nproc" not in given and not _fits(resolved.config):
+            resolved = replace(resolved, config=replace(resolved.config, nproc=None))
+    strategy, layout, terms = _spread(resolved.config)
+    if run is not None:
+        resolved = old_run.fit_to_layout(resolved, layout)
     config = resolved.config
-    num_ranks = config.nproc
-    if num_ranks is None and config.strategy is not None:
-        num_ranks = natural_num_ranks(config.strategy)
-    if num_ranks is None:
-        num_ranks = _num_gpus() if config.device != "cpu" else 0
-    num_ranks = num_ranks or 1
-    strategy = config.strategy or default_name(num_ranks)
-    layout = parse(strategy, num_ranks, num_ranks, config.schedule)
     refuse_contradictions(config, layout)
     task.bind(resolved.arguments)
-    device = choose_device(config.device, config.backend, 0, num_ranks)
+    device = choose_device(config.device, config.backend, 0, terms.processes[1])
     if layout.is_distributed:
         choose_backend(config.backend, device)
-    return Plan(task, resolved, layout, strategy)
+    return Plan(task, resolved, layout, strategy, terms)
+
+
+def _spread(config: RunConfig) -> tuple[str, Layout, Terms]:
+    """The strategy, its layout in the largest world that the job may have, and the terms."""
+    nodes = count_range(config.nnodes, "nnodes")[1]
+    per_host = count_range(config.nproc)[1] if config.nproc is not None else None
+    if per_host is None and config.strategy is not None:
+        natural = natural_num_ranks(config.strategy)
+        per_host = -(-natural // nodes) if natural is not None else None
+    if per_host is None:
+        per_host = _num_gpus() if config.device != "cpu" else 0
+    per_host = per_host or 1
+    terms = terms_of(config, per_host)
+    strategy = config.strategy or default_name(per_host * nodes)
+    if not terms.is_elastic:
+        return strategy, parse(strategy, per_host * nodes, per_host, config.schedule), terms
+    if nodes == 1:
+        fit(strategy, terms.processes[0], terms.processes[0], config.schedule)  # refuses what could not go on
+    return strategy, fit(strategy, per_host * nodes, per_host, config.schedule)[0], terms
+
+
+def _fits(config: RunConfig) -> bool:
+    try:
+        _spread(config)
+    except StrategyError:
+        return False
+    return True
 
 
 def train(
-    path: str | Path, *, config_file: str | None, flags: Mapping[str, Any], assignments: Mapping[str, str]
+    path: str | Path,
+    *,
+    config_file: str | None,
+    flags: Mapping[str, Any],
+    assignments: Mapping[str, str],
+    resume: str | bool | None = None,
 ) -> int:
-    """The command. Returns the exit code."""
-    warm_up()
-    console = Console(file=sys.stdout)
-    plan = prepare(path, config_file=config_file, flags=flags, assignments=assignments)
-    from rung.launch.precision import half_precision_warning
+    """The command. Returns the exit code. `resume` names a run to go on with; True takes the newest one."""
+    with leaving_at_once(resumable=True):
+        warm_up()
+        # C++ in this process has nothing to say to a user; that of the ranks writes to their logs.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        console = Console(file=sys.stdout)
+        run = None
+        if resume:
+            run = old_run.find_run(load_task(path), resume, flags.get("out"))
+        plan = prepare(path, config_file=config_file, flags=flags, assignments=assignments, run=run)
+        if run is not None and _says_that_all_is_done(plan, run, console):
+            return 0
+        from rung.launch.precision import half_precision_warning
+
+        warning = half_precision_warning(plan.config)
+        if warning:
+            console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False, soft_wrap=True)
+        meeting, folder = _go_to_meeting(plan, run, console)
+        heading = f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}"
+        write_toml(plan.resolved, folder / old_run.CONFIG, heading)
+    return _run(path, plan, folder, meeting, console, is_resumed=run is not None)
+
+
+def _run(
+    path: str | Path, plan: Plan, folder: Path, meeting: Meeting | None, console: Console, *, is_resumed: bool
+) -> int:
     from rung.train import Job
 
-    warning = half_precision_warning(plan.config)
-    if warning:
-        console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False, soft_wrap=True)
-    folder = new_run_dir(plan.task.name, plan.layout.name, plan.config.out)
-    if (folder / "metrics.jsonl").exists() and plan.config.out is not None:
-        raise ConfigError(f"--out {folder} holds a run already. Choose another directory, or remove it.")
-    write_toml(plan.resolved, folder / "config.toml", f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}")
-    job = Job(str(Path(path).resolve()), plan.strategy, plan.config, plan.resolved.arguments, str(folder))
+    job = Job(
+        str(Path(path).resolve()), plan.strategy, plan.config, plan.resolved.arguments, str(folder), resume=is_resumed
+    )
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
     started = time.monotonic()
     try:
-        summary, _ = launch(job, plan.layout.num_ranks, console=console)
+        summary, _ = launch(job, plan.layout.num_ranks, console=console, terms=plan.terms, meeting=meeting)
     except Interrupted as error:
-        console.print(f"{error}; what was written lies in {folder}", highlight=False, soft_wrap=True)
+        say(f"{error}; what was written lies in {folder}")
         return 128 + int(error.signal_number) if error.signal_number != signal.SIGINT else 130
+    except Stopped as stopped:
+        say(_farewell(stopped, path, folder))
+        return RESUME_EXIT_CODE
+    if summary is None:
+        say(f"done in {time.monotonic() - started:.1f} s; the results are on the machine of rank 0")
+        return 0
     figures = [f"{summary.steps} steps in {time.monotonic() - started:.1f} s"]
     if summary.last is not None:
         figures.append(f"loss {summary.last.loss:.4g}")
     if summary.evaluation is not None:
         figures += [f"eval {name} {value:.4g}" for name, value in summary.evaluation.metrics.items()]
-    console.print("done: " + ", ".join(figures), highlight=False, soft_wrap=True)
-    console.print(
-        f"results: {folder}/ (metrics.jsonl, model.safetensors, tensorboard/, logs/, config.toml)",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say("done: " + ", ".join(figures))
+    say(f"results: {folder}/ (metrics.jsonl, model.safetensors, tensorboard/, logs/, config.toml)")
     return 0
+
+
+def _farewell(stopped: Stopped, path: str | Path, folder: Path) -> str:
+    again = f"go on with: rung train {shlex.quote(str(path))} --resume {shlex.quote(str(folder))}"
+    if stopped.is_saved and stopped.step:
+        return f"stopped in step {stopped.step} after a checkpoint; {again}"
+    if stopped.is_saved:
+        return f"stopped before the first step; {again}"
+    return f"stopped in step {stopped.step} without a checkpoint of it ({stopped.why}); {again}"
+
+
+def _says_that_all_is_done(plan: Plan, run: Path, console: Console) -> bool:
+    """Whether there is nothing left to do; what is new about an old run is said here, too."""
+    base = old_run.settings_of(run, set())
+    longer = old_run.new_length(base, plan.config)
+    if longer is None and old_run.is_finished(run):
+        console.print(f"{run} is finished: there is nothing to go on with", highlight=False, soft_wrap=True)
+        return True
+    if longer is not None:
+        console.print(longer, highlight=False, soft_wrap=True)
+    return False
+
+
+def _go_to_meeting(plan: Plan, run: Path | None, console: Console) -> tuple[Meeting | None, Path]:
+    """The run's directory, which the machines of a job agree upon where they meet."""
+    from rung.launch.meeting import open_meeting
+
+    out = str(run) if run is not None else plan.config.out
+    terms, meeting, is_first = plan.terms, None, True
+    if terms.nodes[1] > 1:
+
+        def say(text: str) -> None:
+            console.print(text, highlight=False, soft_wrap=True)
+
+        meeting = open_meeting(terms.rdzv, plan.task.name, terms.nodes, say)
+        is_first = _agree(plan, meeting)
+        if out is None:
+            out = meeting.agree("folder", new_run_name(plan.task.name, plan.layout.name))[0]
+    folder = new_run_dir(plan.task.name, plan.layout.name, out)
+    if run is not None:
+        old_run.keep_old_settings(run)
+    elif (folder / "metrics.jsonl").exists() and is_first and plan.config.out is not None:
+        raise ConfigError(
+            f"--out {folder} holds a run already. Choose another directory, remove it, or go on with it: --resume."
+        )
+    return meeting, folder
+
+
+def _agree(plan: Plan, meeting: Meeting) -> bool:
+    """Hold this machine's settings against those of the first one. Whether this is the first."""
+    settings = {key: value for key, value in asdict(plan.config).items() if key not in _OWN}
+    own = {**settings, **{key: repr(value) for key, value in plan.resolved.arguments.items()}}
+    text, is_first = meeting.agree("settings", json.dumps(own, sort_keys=True))
+    theirs = json.loads(text)
+    for key in sorted(set(own) | set(theirs)):
+        if own.get(key) != theirs.get(key):
+            raise ConfigError(
+                f"this machine was started with {key} = {own.get(key)}, and the job at {plan.terms.rdzv} with "
+                f"{theirs.get(key)}. All machines start the same command."
+            )
+    return is_first
 
 
 def _num_gpus() -> int:

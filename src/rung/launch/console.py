@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rung.launch.failure import CRASH_MARK
 from rung.status import StatusBoard
 
 WARNING_MARK = "WARNING: "
+ATTEMPT_MARK = "---- attempt "
 FAILURE_MARK = "FAILURE: "  # what follows in a rank's log is the traceback of its failure
+CRASH_MARKS = ("Fatal Python error", "terminate called after throwing")  # how the words of a crash in C++ begin
 _WARNING_CHARACTERS = 400
 _POLL_SECONDS = 0.05
 _PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
@@ -36,12 +38,15 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = path.stat().st_size if path.exists() else 0  # what was there before was shown before
         self._rest = b""
 
     def lines(self) -> list[str]:
         try:
             with self._path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._offset:  # half a line of a run that was killed has been taken away
+                    self._offset, self._rest = size, b""
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
@@ -59,14 +64,14 @@ class _Tail:
 class JobConsole:
     """Runs beside the job in a thread of the launcher. Use as a context manager."""
 
-    def __init__(
-        self, run_dir: Path, num_ranks: int, board: StatusBoard, console: Console, *, quiet: bool = False
-    ) -> None:
+    def __init__(self, run_dir: Path, console: Console, *, quiet: bool = False) -> None:
         self.last_step: dict[str, Any] = {}
         self.last_evaluation: dict[str, Any] = {}
-        self._logs = [_Tail(run_dir / "logs" / f"rank-{rank}.log") for rank in range(num_ranks)]
+        self._folder = run_dir / "logs"
+        self._logs: dict[int, _Tail] = {}
         self._metrics = _Tail(run_dir / "metrics.jsonl")
-        self._board = board
+        self._board: StatusBoard | None = None
+        self._first = 0  # rank of this machine, which the progress follows
         self._console = console
         self._quiet = quiet
         self._failed: set[int] = set()
@@ -104,13 +109,27 @@ class JobConsole:
             self._progress.stop()
         self._poll(is_last=True)
 
+    def follow(self, board: StatusBoard, ranks: Iterable[int]) -> None:
+        """Show the ranks of this machine in a world that is about to start; those of the one before are gone."""
+        ranks = list(ranks)
+        for rank in ranks:
+            if rank not in self._logs:
+                self._logs[rank] = _Tail(self._folder / f"rank-{rank}.log")
+        self._failed.clear()
+        self._board, self._first = board, ranks[0]
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        if not self._quiet:
+            self._console.print(Text(text), highlight=False, soft_wrap=True)
+
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
             self._poll()
 
     def _poll(self, is_last: bool = False) -> None:
         try:
-            for rank, tail in enumerate(self._logs):
+            for rank, tail in list(self._logs.items()):
                 for line in tail.rest() if is_last else tail.lines():
                     self._show_line(rank, line)
             for line in self._metrics.lines():
@@ -121,10 +140,10 @@ class JobConsole:
             self._quiet = True  # whoever read this went away; that is no reason to stop training
 
     def _show_line(self, rank: int, line: str) -> None:
-        if line.startswith((FAILURE_MARK, CRASH_MARK)):
+        if line.startswith((FAILURE_MARK, *CRASH_MARKS)):
             self._failed.add(rank)
         # A rank's failure is told once, in the closing report.
-        if self._quiet or rank in self._failed or not line.strip():
+        if self._quiet or rank in self._failed or not line.strip() or line.startswith(ATTEMPT_MARK):
             return
         if line.startswith(WARNING_MARK):
             text = textwrap.shorten(
@@ -157,7 +176,9 @@ class JobConsole:
                 )
 
     def _draw(self) -> None:
-        status = self._board.read(0)
+        if self._board is None:
+            return
+        status = self._board.read(self._first)
         step = self.last_step
         if self._progress is not None:
             figures = self._figures() if step else ""

@@ -6,18 +6,19 @@ report names the rank that failed first, not one of those that then lost their c
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
 import signal
 import time
 import traceback
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 from rung.errors import RungError
+from rung.launch.crash import LastWords, read_last_words
+from rung.launch.places import package_folder, place_of_error
 from rung.processes import is_running
 from rung.status import RankStatus, StatusBoard
 
@@ -27,7 +28,6 @@ _LOST_PEER = re.compile(
     r"|nccl|gloo|store.*(timeout|failed)|connection was likely closed|pair closure|remote process exited",
     re.IGNORECASE,
 )
-CRASH_MARK = "Fatal Python error"  # how a Python traceback of a crash in C++ begins
 # A connection is gone a moment before its process is: how long to look for the one that ended.
 _PEER_SECONDS = 0.5
 # What the loader makes of an error in one of its processes.
@@ -40,7 +40,6 @@ _MAX_MESSAGE_LINES = 12
 _MAX_LINE = 400
 _MAX_FRAMES = 8
 _MAX_CAUSES = 3
-_MAX_LAST_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,15 @@ class FailureRecord:
     seconds: float
     lost_peer: bool  # its error says that a connection broke, and another rank had indeed ended
     after: list[int]  # ranks that had ended before, without having finished
+    place: str = ""  # where it waited for others, if it did
 
 
 def record_failure(folder: Path, rank: int, board: StatusBoard, error: BaseException) -> None:
     """Written by the failing rank, in one go."""
     seconds = time.time()
     lost_connection = not isinstance(error, RungError) and bool(_LOST_PEER.search(_message(error)))
-    after, reported = _ended_before(board, rank), False
+    # Slots that nobody has written to are of ranks on other machines, which may have ended unseen.
+    after, reported = _ended_before(board, rank), any(not board.read(r).pid for r in range(board.num_ranks))
     while lost_connection and not after and not reported and time.time() < seconds + _PEER_SECONDS:
         time.sleep(0.01)
         after = _ended_before(board, rank)
@@ -76,6 +77,7 @@ def record_failure(folder: Path, rank: int, board: StatusBoard, error: BaseExcep
         seconds=seconds,
         lost_peer=lost_connection and (bool(after) or reported),
         after=after,
+        place=_waited_at(error),
     )
     partial = folder / f".rank-{rank}.json"
     partial.write_text(json.dumps(asdict(record)))
@@ -84,7 +86,7 @@ def record_failure(folder: Path, rank: int, board: StatusBoard, error: BaseExcep
 
 def _ended_before(board: StatusBoard, rank: int) -> list[int]:
     others = {other: board.read(other) for other in range(board.num_ranks) if other != rank}
-    return [r for r, status in others.items() if status.pid and not status.finished and not is_running(status.pid)]
+    return [r for r, status in others.items() if status.pid and not _is_done(status) and not is_running(status.pid)]
 
 
 def read_failures(folder: Path) -> dict[int, FailureRecord]:
@@ -98,27 +100,42 @@ def report(
     exit_codes: dict[int, int | None],
     deaths: dict[int, float],
     logs: Path,
+    elsewhere: Collection[int] = (),
+    places: Mapping[int, str] | None = None,
 ) -> str:
-    """The closing screenful of a failed job. `deaths` and `exit_codes` are of ranks that ended by themselves."""
+    """The closing screenful of a failed job. `deaths` and `exit_codes` are of ranks that ended by themselves;
+    `elsewhere` are the ranks of other machines, of which nothing is known here; `places` tells of ranks that were still
+    there what they did."""
     first = first_to_fail(failures, statuses, deaths)
     if first is None:
         return f"every rank finished, but rank 0 ended before it could hand its results over.\nlogs: {logs}"
     own = failures.get(first)
-    lines = [_headline(first, own, statuses[first], exit_codes.get(first))]
+    silent = {
+        rank: read_last_words(logs / f"rank-{rank}.log", rank, exit_codes.get(rank))
+        for rank in {first, *deaths} - set(failures)
+        if rank not in elsewhere
+    }
+    words = silent.get(first, LastWords())
+    lines = [_headline(first, own, statuses[first], exit_codes.get(first), words)]
     if own is not None:
         details = own.traceback.rstrip().splitlines()
     else:
-        details = _last_words(logs / f"rank-{first}.log", first, exit_codes.get(first))
+        last = _shorten(words.lines)
+        details = ["the end of its log:", *(f"  {line}" for line in last)] if last else []
     if details and details != [own.summary if own else ""]:
         lines += ["", *(f"  {line}".rstrip() for line in details), ""]
     alike: list[int] = []
     for rank, status in enumerate(statuses):
+        if rank in elsewhere:
+            continue
         other = failures.get(rank)
         same = own is not None and other is not None and not other.lost_peer and other.summary == own.summary
         if rank != first and same:
             alike.append(rank)  # once is enough, where every rank found the same mistake
         elif rank != first:
-            lines.append(f"rank {rank}: {_fate(other, status, exit_codes.get(rank), rank in deaths)}")
+            where = silent[rank].place if rank in silent else (places or {}).get(rank, "")
+            fate = _fate(other, status, exit_codes.get(rank), rank in deaths)
+            lines.append(f"rank {rank}: {fate}{', ' if where else ''}{where}")
     if alike:
         lines.append(f"rank{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}: failed with the same error")
     lines.append(f"logs: {logs}")
@@ -129,7 +146,7 @@ def first_to_fail(
     failures: dict[int, FailureRecord], statuses: list[RankStatus], deaths: dict[int, float]
 ) -> int | None:
     """The rank whose failure no other one caused; of several, the earliest."""
-    silent = {r: t for r, t in deaths.items() if r not in failures and not statuses[r].finished}
+    silent = {r: t for r, t in deaths.items() if r not in failures and not _is_done(statuses[r])}
     own = [record for record in failures.values() if not record.lost_peer and not record.after]
     if own:
         earliest = min(own, key=lambda record: record.seconds)
@@ -140,8 +157,12 @@ def first_to_fail(
         return min(silent, key=lambda rank: silent[rank])
     if failures:
         return min(failures.values(), key=lambda record: (record.lost_peer, record.seconds)).rank
-    unfinished = [rank for rank, status in enumerate(statuses) if not status.finished]
+    unfinished = [rank for rank, status in enumerate(statuses) if status.pid and not _is_done(status)]
     return unfinished[0] if unfinished else None
+
+
+def _is_done(status: RankStatus) -> bool:
+    return status.left or status.phase == "spare"
 
 
 def format_error(error: BaseException) -> str:
@@ -236,14 +257,18 @@ def _cause_of(captured: traceback.TracebackException) -> traceback.TracebackExce
     return None if captured.__suppress_context__ else captured.__context__
 
 
-def _headline(rank: int, record: FailureRecord | None, status: RankStatus, exit_code: int | None) -> str:
+def _headline(
+    rank: int, record: FailureRecord | None, status: RankStatus, exit_code: int | None, words: LastWords
+) -> str:
     if record is not None:
         return f"rank {rank} failed {_where(record.step, record.phase)}: {record.summary}"
     where = _where(status.step, status.phase)
     if exit_code is not None and exit_code < 0:
         name = _signal_name(-exit_code)
         hint = " The kernel does this when memory runs out (see dmesg)." if name == "SIGKILL" else ""
-        return f"rank {rank} was killed by {name} {where}.{hint}"
+        if words.is_mismatch:
+            hint = " Ranks called different operations, or with different sizes: they must call the same in one order."
+        return f"rank {rank} was killed by {name} {where}{', ' if words.place else ''}{words.place}.{hint}"
     if exit_code == 0:
         return f"rank {rank} left {where}: it ended with exit code 0 before training was finished."
     return f"rank {rank} ended {where} without a traceback (exit code {exit_code})."
@@ -256,11 +281,11 @@ def _where(step: int, phase: str) -> str:
 
 
 def _fate(record: FailureRecord | None, status: RankStatus, exit_code: int | None, died: bool) -> str:
-    if status.finished:
-        return "finished"
+    if _is_done(status):
+        return {"spare": "waited as a spare"}.get(status.phase, status.phase)
     where = _where(status.step, status.phase)
     if record is not None and record.lost_peer:
-        return f"lost its connection {where}"
+        return f"lost its connection {where}{', ' if record.place else ''}{record.place}"
     if record is not None:
         return f"failed {where}: {record.summary}"
     if died and exit_code is not None and exit_code < 0:
@@ -270,24 +295,9 @@ def _fate(record: FailureRecord | None, status: RankStatus, exit_code: int | Non
     return f"stopped {where}"
 
 
-def _last_words(log: Path, rank: int, exit_code: int | None) -> list[str]:
-    """The end of the log of a rank that left no record: where a crash in C++ has left its message."""
-    if exit_code == -signal.SIGKILL:
-        return []  # it had no time for any
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 32768))
-            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    except FileNotFoundError:
-        return []
-    crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH_MARK)), None)
-    if crash is None and rank == 0:
-        return []  # what rank 0 says stands above the report already
-    if crash is not None:
-        thread = next((i for i in range(crash, len(lines)) if lines[i].startswith("Current thread")), crash + 1)
-        lines = [lines[crash], *lines[thread : thread + _MAX_LAST_WORDS - 1]]
-    last = _shorten(lines[-_MAX_LAST_WORDS:])
-    return ["the end of its log:", *(f"  {line}" for line in last)] if last else []
+def _waited_at(error: BaseException) -> str:
+    place = place_of_error(error)
+    return f"in {place.operation} at {place.where}" if place.operation is not None else ""
 
 
 def _summarise(error: BaseException) -> str:
@@ -314,9 +324,7 @@ def _message(error: BaseException) -> str:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    found = [importlib.util.find_spec(name) for name in ("torch", "rung")]
-    folders = [os.path.dirname(spec.origin) + os.sep for spec in found if spec is not None and spec.origin]
-    return (*folders, "<frozen")
+    return (*(folder for name in ("torch", "rung") if (folder := package_folder(name)) is not None), "<frozen")
 
 
 def _is_library(filename: str) -> bool:

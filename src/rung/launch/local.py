@@ -1,19 +1,13 @@
-"""Starts a job on this machine: torch's elastic agent over processes forked from a warm server."""
+"""Starts this machine's part of a job, by torch's elastic agent over processes forked from a warm server."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
-import multiprocessing
 import os
 import pickle
-import signal
-import threading
+import shutil
 import time
 import uuid
-from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,116 +15,85 @@ from rich.console import Console
 
 from rung.errors import JobFailed
 from rung.launch.console import JobConsole
-from rung.launch.failure import read_failures, report
-from rung.status import StatusBoard
+from rung.launch.elastic import Terms, announce, retire
+from rung.launch.signals import Interrupted, Signals
 
 if TYPE_CHECKING:  # torch is imported later, while the server that `warm_up` starts imports it, too
-    from rung.launch.agent import Ranks, Signals
+    from rung.launch.agent import RankAgent
+    from rung.launch.meeting import Meeting
     from rung.train import Job, Summary
 
 
-# What every rank would import for itself. Any optimizer imports dynamo when it is made, which takes a second.
-_PRELOADED = [
-    "rung.launch.rank",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch._dynamo",
-    "torch.utils.tensorboard",
-]
+class Stopped(Exception):
+    """The job was asked to leave, and did. It can be resumed."""
+
+    def __init__(self, step: int, *, is_saved: bool, why: str = "") -> None:
+        super().__init__(why or f"stopped in step {step}")
+        self.step, self.is_saved, self.why = step, is_saved, why
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, or a polite request to end, while ranks were running. They are gone now."""
+def launch(
+    job: Job,
+    num_ranks: int,
+    *,
+    console: Console,
+    quiet: bool = False,
+    terms: Terms | None = None,
+    meeting: Meeting | None = None,
+) -> tuple[Summary | None, JobConsole]:
+    """Run a job to its end, with `num_ranks` processes or on other terms.
 
-    def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(f"interrupted in step {step}" if step else "interrupted before the first step")
-        self.signal_number = signal_number
-
-
-def warm_up() -> None:
-    """Start the server that ranks are forked from, in the background: it imports torch while the launcher does, too."""
-    multiprocessing.set_forkserver_preload(_PRELOADED)
-    # The server ignores Ctrl-C only once it has imported everything. Born with the signal blocked, it never shows a
-    # traceback of its own. (The tracker comes first, because starting it unblocks the signal again.)
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    atexit.register(_cool_down)
-
-
-@contextlib.contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Around imports of large libraries: Ctrl-C ends this process where it stands.
-
-    An exception would not do. Some of those imports catch and forget it, and the job would start after all.
+    Raises JobFailed with the report of a failure, Stopped where it was asked to leave, and Interrupted. The summary is
+    known on the machine of rank 0 only.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, _leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _leave(number: int, frame: object) -> None:
-    os.write(2, b"interrupted\n")
-    _cool_down()
-    os._exit(128 + number)
-
-
-def _cool_down() -> None:
-    """End the server with the launcher, not a moment after; a rank that nobody knows of ends with it."""
-    server = getattr(forkserver, "_forkserver", None)
-    pid = getattr(server, "_forkserver_pid", None)
-    if pid is not None:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def launch(job: Job, num_ranks: int, *, console: Console, quiet: bool = False) -> tuple[Summary, JobConsole]:
-    """Run a job to its end in `num_ranks` processes. Raises JobFailed with the report of a failure."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    from rung.launch.agent import Ranks, Signals
+    from rung.launch.meeting import open_meeting
 
     assert job.run_dir is not None
+    terms = terms or Terms((num_ranks, num_ranks))
     folder = Path(job.run_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    state = folder / ".state"
-    state.mkdir(exist_ok=True)
-    for old in [*state.glob("rank-*.json"), state / "summary"]:
-        old.unlink(missing_ok=True)
-    board = StatusBoard(state / "status", num_ranks, create=True)
-    ranks = Ranks(board)
-    view = JobConsole(folder, num_ranks, board, console, quiet=quiet)
-    try:
-        with view, Signals() as signals:
-            try:
-                _run_agent(job, num_ranks, ranks, signals)
-            finally:
-                signals.ignore()
-                ranks.end()
-    except SignalException as error:
-        raise Interrupted(error.sigval, board.read(0).step) from None
-    if not ranks.finished() or not (state / "summary").exists():
-        failures, logs = read_failures(state), folder / "logs"
-        raise JobFailed(report(failures, ranks.statuses(), ranks.exit_codes(), ranks.deaths, logs))
-    summary: Summary = pickle.loads((state / "summary").read_bytes())
+    view = JobConsole(folder, console, quiet=quiet)
+    meeting = meeting or open_meeting(None, uuid.uuid4().hex, (1, 1), view.say)
+    state = _state_folder(folder, meeting)
+    announce(state, terms)
+    agent: RankAgent | None = None
+    with view, Signals(polite=terms.is_polite) as signals:
+        try:
+            agent = _make_agent(job, terms, meeting, signals, view, state)
+            _run_agent(job, agent)
+        except Interrupted as error:
+            raise Interrupted(error.signal_number, agent.step if agent is not None else 0) from None
+        finally:
+            signals.ignore()
+            if agent is not None:
+                agent.end()
+            meeting.leave()
+            retire(state)
+    outcome = agent.outcome
+    if outcome.kind != "finished" and (outcome.kind == "stopped" or signals.asked is not None):
+        raise Stopped(agent.step, is_saved=outcome.kind == "stopped", why=outcome.headline)
+    if outcome.kind == "failed":
+        raise JobFailed(outcome.report)
+    summary: Summary | None = None
+    if (state / "summary").exists():
+        summary = pickle.loads((state / "summary").read_bytes())
+    if not meeting.is_alone:
+        shutil.rmtree(state, ignore_errors=True)
     return summary, view
 
 
-def _run_agent(job: Job, num_ranks: int, ranks: Ranks, signals: Signals) -> None:
+def _state_folder(folder: Path, meeting: Meeting) -> Path:
+    """Where the launcher and its ranks exchange what nobody else needs. Machines may share the run's directory."""
+    state = folder / ".state"
+    if not meeting.is_alone:
+        state = state / f"{meeting.address}-{os.getpid()}"
+    state.mkdir(parents=True, exist_ok=True)
+    return state
+
+
+def _make_agent(job: Job, terms: Terms, meeting: Meeting, signals: Signals, view: JobConsole, state: Path) -> RankAgent:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
     from torch.distributed.launcher.api import LaunchConfig
 
     from rung.launch.agent import RankAgent
@@ -139,33 +102,22 @@ def _run_agent(job: Job, num_ranks: int, ranks: Ranks, signals: Signals) -> None
     _silence_agent()
     # No log directory of the agent's: it would stay behind in /tmp, and the ranks write their own.
     nowhere = DefaultLogsSpecs(log_dir=os.devnull)
-    defaults = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, logs_specs=nowhere)
-    rendezvous = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="127.0.0.1:0",  # a port of the system's choice: any number of jobs at once
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",
-            **defaults.rdzv_configs,
-        )
-    )
+    defaults = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1, logs_specs=nowhere)
     spec = WorkerSpec(
         role="rank",
-        local_world_size=num_ranks,
+        local_world_size=terms.processes[1],
         entrypoint=rank_main,
-        args=(job, num_ranks),
-        rdzv_handler=rendezvous,
+        rdzv_handler=meeting.handler,
         max_restarts=0,
         monitor_interval=0.05,
-        local_addr="127.0.0.1",
+        local_addr=meeting.address,
         numa_options=defaults.numa_options,
     )
-    try:
-        RankAgent(ranks, signals, spec, logs_specs=nowhere, start_method="forkserver").run()
-    finally:
-        rendezvous.shutdown()
+    return RankAgent(job, terms, meeting, signals, view, state, spec, logs_specs=nowhere, start_method="forkserver")
+
+
+def _run_agent(job: Job, agent: RankAgent) -> None:
+    agent.run()
 
 
 def _silence_agent() -> None:
@@ -175,15 +127,20 @@ def _silence_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
+def new_run_name(task: str, strategy: str) -> str:
+    """runs/<task>-<strategy>-<time>"""
+    return f"runs/{task}-{strategy.replace(',', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
 def new_run_dir(task: str, strategy: str, out: str | None) -> Path:
     """runs/<task>-<strategy>-<time>, or what --out says. Two jobs of the same second get two directories."""
     if out is not None:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    stem = f"{task}-{strategy.replace(',', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = new_run_name(task, strategy)
     for number in range(1, 1000):
-        folder = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        folder = Path(stem if number == 1 else f"{stem}-{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:

@@ -13,51 +13,93 @@ import threading
 import time
 import traceback
 import warnings
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch
 
-from rung.launch.console import FAILURE_MARK, WARNING_MARK
+from rung.errors import RESUME_EXIT_CODE
+from rung.launch.console import ATTEMPT_MARK, FAILURE_MARK, WARNING_MARK
 from rung.launch.failure import record_failure
+from rung.launch.server import SHIELDED
+from rung.launch.stacks import answer_with_stack
 from rung.processes import die_with_parent, num_cores
-from rung.status import StatusBoard
+from rung.status import StatusBoard, StatusWriter
 from rung.train import Job, worker
-from rung.world import environment_local_size, environment_rank
+from rung.world import environment_local_size, environment_rank, set_environment_sizes
 
 # How long threads of the task may go on after training, to finish what they write.
 _THREAD_SECONDS = 5.0
 
 
-def rank_main(job: Job, num_ranks: int) -> NoReturn:
+@dataclass(frozen=True)
+class Seat:
+    """What the launcher tells each of its ranks of the world they are in."""
+
+    state: str  # the folder of the status board and of last words
+    size: int  # processes of the job
+    used: int  # those that take part; the ranks from here on are spares
+    local_used: int
+    attempt: int
+    interface: str | None  # the network between the machines of the job
+
+
+def rank_main(job: Job, seat: Seat) -> NoReturn:
     """The entry point that the elastic agent starts in each process."""
     assert job.run_dir is not None
-    folder, rank = Path(job.run_dir), environment_rank()
-    board = StatusBoard(folder / ".state" / "status", num_ranks)
+    folder, state, rank = Path(job.run_dir), Path(seat.state), environment_rank()
+    board = StatusBoard(state / "status", seat.size)
     status = board.writer(rank)
     status.phase("starting")
     _belong_to_launcher()
+    _leave_when_asked(status)
+    answer_with_stack(state, rank)
+    code = 0
     try:
-        _speak_into(folder / "logs" / f"rank-{rank}.log")
-        if sys.platform == "linux":
-            # One machine: do not depend on how its name resolves.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        _speak_into(folder / "logs" / f"rank-{rank}.log", job, seat)
+        if rank >= seat.used:
+            _wait_as_spare(status)
+        # The store that the launcher has made for this world.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        set_environment_sizes(seat.used, seat.local_used)
+        if seat.interface is not None:
+            # Of the network that the machines meet in; on one machine, do not depend on how its name resolves.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", seat.interface)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // environment_local_size()))
         summary = worker(job, status)
-        if rank == 0:
-            (folder / ".state" / "summary").write_bytes(pickle.dumps(summary))
+        code = RESUME_EXIT_CODE if summary.stopped else 0
+        if rank == 0 and not summary.stopped:
+            (state / "summary").write_bytes(pickle.dumps(summary))
         _wait_for_threads()
     except BaseException as error:
         try:
-            _say_last_words(folder / ".state", rank, board, error)
+            _say_last_words(state, rank, board, error)
+            _rescue(error, status)
         finally:
             # Not a normal exit: threads of a broken process group may never end.
             os._exit(1)
     _flush()
     # Not a normal exit here either: it waits without limit for threads and processes that the task may have left.
-    os._exit(0)
+    os._exit(code)
+
+
+def _leave_when_asked(status: StatusWriter) -> None:
+    """A scheduler may signal every process of a job: this rank then asks the others to stop with it."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: status.ask_to_stop())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
+
+
+def _wait_as_spare(status: StatusWriter) -> NoReturn:
+    """Take no part until the world is formed anew, which ends this process."""
+    status.phase("spare")
+    while not status.stop_requested():
+        time.sleep(0.05)
+    status.phase("stopped")
+    os._exit(RESUME_EXIT_CODE)
 
 
 def _belong_to_launcher() -> None:
@@ -71,7 +113,6 @@ def _belong_to_launcher() -> None:
         server._forkserver_alive_fd = None
     os.setpgid(0, 0)  # a group to be killed as one, with everything that the task starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _say_last_words(state: Path, rank: int, board: StatusBoard, error: BaseException) -> None:
@@ -87,6 +128,14 @@ def _say_last_words(state: Path, rank: int, board: StatusBoard, error: BaseExcep
     _flush()
 
 
+def _rescue(error: BaseException, status: StatusWriter) -> None:
+    """Save the state as it was before the failing step, where the loop has left word how."""
+    save = getattr(error, "rung_rescue", None)
+    if save is not None:
+        status.touch()
+        save()
+
+
 def _wait_for_threads() -> None:
     deadline = time.monotonic() + _THREAD_SECONDS
     others = [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
@@ -97,10 +146,14 @@ def _wait_for_threads() -> None:
         logging.getLogger("rung").warning("training is over; threads still running are cut off: %s", ", ".join(left))
 
 
-def _speak_into(path: Path) -> None:
+def _speak_into(path: Path, job: Job, seat: Seat) -> None:
     """Everything this process and its C++ libraries print goes to its own file; the launcher shows what matters."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     _flush()
+    if os.fstat(descriptor).st_size:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        told = f"\n{ATTEMPT_MARK}{seat.attempt}, {now}: {job.strategy}, {seat.used} ranks\n"
+        os.write(descriptor, told.encode())
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -17,6 +17,8 @@ def whole_tensor(cut: DTensor, device: torch.device) -> Tensor:
     tensors (torch 2.11). FSDP cuts last what tensor parallelism cut before, though its axis comes first; its placement
     (strided) says so.
     """
+    if cut.numel() == 0:
+        return torch.empty(cut.shape, dtype=cut.dtype, device=device)
     mesh = cut.device_mesh
     axes = [axis for axis, placement in enumerate(cut.placements) if not placement.is_replicate()]
     # In the order of cutting: plain ones from the outermost axis in, then the strided ones.

@@ -28,14 +28,15 @@ from rung.world import World, broadcast_from
 class Weights:
     """The seeded weights of a model, handed out by name to the pieces of its skeleton."""
 
-    def __init__(self, task: Task, world: World, seed: int, dtype: torch.dtype | None) -> None:
+    def __init__(self, task: Task, world: World, seed: int, dtype: torch.dtype | None, *, seeded: bool = True) -> None:
         self._world = world
+        self._seeded = seeded  # else storage is left as it comes: a checkpoint will fill it
         self._dtype = dtype
         with world.tensors():
             self.model = self._build(task, seed, "meta") if world.has_storage else None
             self.is_skeleton = self.model is not None and _all_meta(self.model)
             source = None
-            if not self.is_skeleton or world.is_main:
+            if not self.is_skeleton or (world.is_main and seeded):
                 source = self._build(task, seed, "cpu")
                 if source is None:
                     raise AssertionError("a build on the host raises its own error")
@@ -144,6 +145,8 @@ class Weights:
 
     def _value(self, skeleton: Tensor, name: str) -> Tensor:
         world = self._world
+        if not self._seeded:
+            return torch.empty_like(skeleton, device=world.device)
         if world.is_main:
             value = self._source.pop(name).detach().to(world.device)
         else:

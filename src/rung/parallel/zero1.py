@@ -55,6 +55,10 @@ class ShardedUpdate:
     def slices(self) -> list[nn.Parameter]:
         return list(self._slices.values())
 
+    def by_parameter(self) -> dict[int, nn.Parameter]:
+        """The slices by the identity of the parameters that they are part of."""
+        return self._slices
+
     def take_gradients(self) -> None:
         for parameter in self._whole:
             own = self._slices[id(parameter)]

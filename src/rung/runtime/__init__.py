@@ -35,15 +35,17 @@ def build_runtime(
     total_steps: int | None = None,
     status: StatusWriter | None = None,
     dataset: Any = None,
+    seeded: bool = True,
 ) -> MeshRuntime:
     """Model on meta -> parallelize, filling with the seeded weights -> optimizer -> runtime.
 
     Where the model is cut, a sample shows how its forward goes: from `dataset`, or else from the task's training data.
+    With `seeded` off the weights are left as memory comes, for a checkpoint to fill: no rank holds the whole model.
     """
     layout = world.layout
     refuse_contradictions(config, layout)
     dtype = torch.float64 if config.precision == "fp64" else None
-    weights = Weights(task, world, config.seed, dtype)
+    weights = Weights(task, world, config.seed, dtype, seeded=seeded)
     assert weights.model is not None
     facts = ModelFacts.of(weights.model)
     example = None

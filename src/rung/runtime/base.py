@@ -55,6 +55,10 @@ class Runtime(Protocol):
         """Loss and metrics over every sample once, equal on all ranks."""
         ...
 
+    def phase_seconds(self) -> dict[str, float]:
+        """This rank's own time in each phase of the last step, without waiting for others."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The module's own state dict, whole tensors on the host; empty tensors on all ranks but the main one."""
         ...

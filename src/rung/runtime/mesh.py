@@ -27,9 +27,11 @@ from rung.parallel.sharding import free_gathered, set_gradient_sync
 from rung.parallel.tensor import settle_gradients
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts
+from rung.runtime.buffers import buffers_besides, note_of_changes
 from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, map_tensors
 from rung.runtime.measure import loss_weight, measure
 from rung.runtime.optimizer import LocalScaler, local_part
+from rung.runtime.phases import PhaseClock
 from rung.runtime.samples import refuse_different_samples
 from rung.runtime.unused import UnusedParameters
 from rung.status import StatusWriter
@@ -57,6 +59,8 @@ class MeshRuntime:
         self.model, self.optimizer, self.schedule = spread.model, optimizer, schedule
         self.notes, self.facts, self.spread = spread.notes, facts, spread
         self._status = status
+        # Compiled code must not see that waits are exchanged for measured ones while a step runs.
+        self._clock = PhaseClock(waits=world.size > 1 and not world.pretend, functional_waits=not config.compile)
         self._sharded_update = sharded_update
         self._loss_module: nn.Module = LossModule(self.model, task, spread.plan)
         self._ddp: DistributedDataParallel | None = None
@@ -69,12 +73,14 @@ class MeshRuntime:
             self._loss_module.compile()
         self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._sync_norms = sync_batch_norms(model)
-        self._own_buffers = _buffers_besides(model, self._sync_norms)
+        self._own_buffers = buffers_besides(model, self._sync_norms)
         self._scaler = LocalScaler(world.device.type) if config.precision == "fp16" else None
         self._copies: Any = None
         if world.device.type == "cuda" and not world.pretend:
             self._copies = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._first_step = True
+        self.num_updates = 0
+        self.is_updating = False  # between the first parameter that changes and the last
         self._unused = UnusedParameters(model, self._trainable, world, config.unused_parameters)
 
     # -- batches ------------------------------------------------------------------------------------------------
@@ -104,12 +110,13 @@ class MeshRuntime:
     # -- training -----------------------------------------------------------------------------------------------
 
     def step(self, window: Window, *, want_norm: bool = False) -> LocalStep:
-        with self.world.tensors(), self._without_dropout(), self._default_type():
+        clock = self._clock.begin(window.wait_seconds)
+        with clock, self.world.tensors(), self._without_dropout(), self._default_type():
             if not self.model.training:
                 self.model.train()
             if self._first_step:
                 refuse_different_samples(self.world, window)
-            self._status.phase("forward")
+            self._enter("forward")
             shares, averaging = self._shares(window)
             versions = [buffer._version for _, buffer in self._own_buffers] if self._first_step else []
             loss_share, used = self._accumulate(window.micro_batches, shares, averaging)
@@ -118,12 +125,19 @@ class MeshRuntime:
             if not self.world.counts_loss:
                 loss_share = torch.zeros_like(loss_share)
             rate = _rate(self.optimizer)
-            self._status.phase("update")
+            self._enter("update")
             norm = self._update(want_norm)
             if self._first_step:
                 self._note_changed_buffers(versions)
                 self._first_step = False
         return LocalStep(loss_share, norm, rate)
+
+    def phase_seconds(self) -> dict[str, float]:
+        return self._clock.seconds()
+
+    def _enter(self, phase: str) -> None:
+        self._status.phase(phase)
+        self._clock.enter(phase)
 
     def _accumulate(
         self, micro_batches: list[MicroBatch], shares: list[float | Tensor], averaging: float
@@ -170,7 +184,7 @@ class MeshRuntime:
         return list(shares.unbind()), averaging
 
     def _forward(self, micro: MicroBatch, share: float | Tensor) -> Tensor:
-        self._status.phase("forward")
+        self._enter("forward")
         # A piece without a counted unit may have a mean of 0/0, whose gradient must not reach the model.
         counted = share > 0 if isinstance(share, Tensor) else None
         try:
@@ -194,8 +208,12 @@ class MeshRuntime:
         return loss
 
     def _backward(self, part: Tensor, averaging: float) -> None:
-        self._status.phase("backward")
-        self._scaled(part, averaging).backward()  # type: ignore[no-untyped-call]
+        self._enter("backward")
+        scaled = self._scaled(part, averaging)
+        if self._ddp is not None and self._ddp.require_backward_grad_sync:
+            self._clock.expect_reduction(scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._clock.reduced()
 
     def _scaled(self, part: Tensor, averaging: float) -> Tensor:
         scaled = part * averaging if averaging != 1.0 else part
@@ -219,6 +237,7 @@ class MeshRuntime:
             clip(parameters, self.config.clip, norm)
         if update is not None and self._scaler is None:
             update.take_gradients()
+        self.is_updating = True
         if self._scaler is not None:
             if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
                 self._scaler.step(self.optimizer)
@@ -232,6 +251,7 @@ class MeshRuntime:
             parameter.grad = None
         if self.schedule is not None:
             self.schedule.step()
+        self.is_updating, self.num_updates = False, self.num_updates + 1
         return norm
 
     def _agree_on_overflow(self) -> None:
@@ -268,15 +288,8 @@ class MeshRuntime:
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def _note_changed_buffers(self, versions: list[int]) -> None:
-        if self.world.layout.num_data_ranks == 1:
-            return
-        changed = [name for (name, b), v in zip(self._own_buffers, versions, strict=True) if b._version != v]
-        others = [name for name in changed if not isinstance(_owner(self.model, name), nn.modules.batchnorm._BatchNorm)]
-        if others:
-            self.notes.append(
-                f"forward changes {', '.join(others[:4])}{' ...' if len(others) > 4 else ''}: "
-                "each rank does so from its own samples; rank 0's values are kept"
-            )
+        if self.world.layout.num_data_ranks > 1:
+            self.notes += note_of_changes(self.model, self._own_buffers, versions)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -286,16 +299,14 @@ class MeshRuntime:
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
         for window in self.place(windows):
+            self._status.touch()
             with self.world.tensors(), self._default_type():
                 for measured in self._measure_window(window):
                     for name, (total, count) in measured.items():
                         known = sums.setdefault(name, [torch.zeros_like(total), torch.zeros_like(count)])
                         known[0], known[1] = known[0] + total, known[1] + count
         with self.world.tensors():
-            for root in self.spread.roots:
-                free_gathered(root)
-            for part in self.spread.parts:
-                part.show_parameters()
+            self.tidy_up()
             own = self.world.read([tensor for name in sorted(sums) for tensor in sums[name]])
         found = {name: (own[2 * i], own[2 * i + 1]) for i, name in enumerate(sorted(sums))}
         rows = self.world.gather_objects(found if self.world.counts_loss else {})
@@ -319,12 +330,32 @@ class MeshRuntime:
         self._share_buffers()
         for name, value in self.model.state_dict().items():
             if isinstance(value, Tensor):
+                self._status.touch()
                 whole = self._whole(value)
                 yield name, whole.cpu() if self.world.is_main else torch.empty(0)
 
     def _whole(self, value: Tensor) -> Tensor:
         whole = value.detach()
         return whole_tensor(whole, self.world.device) if isinstance(whole, DTensor) else whole
+
+    def tidy_up(self) -> None:
+        """Parameters as they are between steps, wherever a forward pass ended."""
+        for root in self.spread.roots:
+            free_gathered(root)
+        for part in self.spread.parts:
+            part.show_parameters()
+
+    @property
+    def scaler(self) -> LocalScaler | None:
+        return self._scaler
+
+    def parameter_slices(self) -> dict[int, nn.Parameter]:
+        """What the optimizer has in the place of a parameter, by the parameter's identity."""
+        return self._sharded_update.by_parameter() if self._sharded_update is not None else {}
+
+    def counted_elsewhere(self) -> set[int]:
+        """Parameters, by identity, that another rank answers for."""
+        return set()
 
     def state_bytes(self) -> dict[str, int]:
         parameters = [p for p in self.model.parameters() if not is_absent(p)]
@@ -367,16 +398,6 @@ def weighted(loss: Tensor, share: float | Tensor) -> Tensor:
 
 def _rate(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else float("nan")
-
-
-def _buffers_besides(model: nn.Module, norms: list[Any]) -> list[tuple[str, Tensor]]:
-    synchronised = {id(buffer) for norm in norms for buffer in norm.buffers()}
-    own = [(name, buffer) for name, buffer in model.named_buffers() if not is_absent(buffer)]
-    return [(name, buffer) for name, buffer in own if id(buffer) not in synchronised]
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _local_bytes(tensor: Tensor) -> int:

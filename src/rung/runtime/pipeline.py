@@ -46,7 +46,7 @@ class PipelineRuntime(MeshRuntime):
                 world.device,
                 self._group,
                 self._before_backward,
-                self._status.phase,
+                self._enter,
                 takes_apart=layout.schedule == "zb",
             )
             for part in spread.parts
@@ -120,7 +120,7 @@ class PipelineRuntime(MeshRuntime):
             yield
 
     def _before_backward(self, part: nn.Module, is_last: bool) -> None:
-        self._status.phase("backward")
+        self._enter("backward")
         if not isinstance(part, FSDPModule):
             return
         if self.world.layout.schedule == "zb":
@@ -169,6 +169,7 @@ class PipelineRuntime(MeshRuntime):
         for name, value in self.model.state_dict().items():
             if not isinstance(value, Tensor):
                 continue
+            self._status.touch()
             home = self._home(canonical.get(name, name), parts)
             # All ranks of that stage gather it; of these, the one in the main rank's pipeline sends it.
             whole = self._whole(value).cpu() if home in own else torch.empty(0)
@@ -180,6 +181,9 @@ class PipelineRuntime(MeshRuntime):
                     whole = torch.empty(value.shape, dtype=value.dtype)
                     dist.recv(whole.reshape(-1).view(torch.uint8), group=self._group, group_src=source)
             yield name, whole if self.world.is_main else torch.empty(0)
+
+    def counted_elsewhere(self) -> set[int]:
+        return self._ties.counted_elsewhere
 
     def _home(self, name: str, parts: dict[str, set[int]]) -> int:
         if name in self._cut.holders:

@@ -1,0 +1,139 @@
+"""Finding the state to go on from, and putting it into a runtime of whatever topology there is now.
+
+It may lie in the run's checkpoints, in memory that outlived the ranks, or be what failing ranks rescued; on one disk or
+on several that know nothing of each other. The ranks look together and take the newest that is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rung.checkpoint.manifest import (
+    Checkpoint,
+    check_content,
+    find_damage,
+    folder_of,
+    read_checkpoint,
+    steps_in,
+    write_manifest,
+)
+from rung.checkpoint.parts import compose, read_notes
+from rung.checkpoint.plan import read_into, read_whole
+from rung.checkpoint.sites import Sites, pass_on
+from rung.checkpoint.state import Restorer, restore_random, topology
+from rung.errors import CheckpointError
+from rung.order import mix
+from rung.runtime.mesh import MeshRuntime
+from rung.world import World
+
+log = logging.getLogger("rung")
+
+
+def choose(folders: Mapping[str, Path], world: World, sites: Sites) -> Checkpoint | None:
+    """The newest state that is whole, complete at this rank's site. All ranks call it together and get the same.
+
+    Each rank checks some of the files. What is wrong with newer states is said by the main rank. Where sites have
+    different files, they are passed on.
+    """
+    own = {(step, kind) for kind, folder in folders.items() for step in steps_in(folder)} if sites.is_leader else set()
+    candidates = sorted({found for told in world.gather_objects(own) for found in told}, reverse=True)
+    for step, kind in candidates:
+        folder = folder_of(folders[kind], step)
+        content, problem = _content(folder, world, sites)
+        if content is None:
+            if problem is not None and kind == "checkpoints" and world.is_main:
+                log.warning("%s An older checkpoint is used instead, if there is one.", problem)
+            continue
+        copies = _whole_copies(Checkpoint(folder, content), world, sites)
+        if any(not copy.at for copy in copies):
+            if world.is_main:
+                told = next(copy.problem for copy in copies if not copy.at)
+                log.warning("%s An older checkpoint is used instead, if there is one.", told)
+            continue
+        for copy in copies:
+            receivers = set(sites.leaders) - copy.at
+            if receivers:
+                size = int(content["files"][copy.name]["bytes"])
+                pass_on(sites, folder / copy.name, size, min(copy.at), receivers)
+        if sites.is_leader and not _has_manifest(folder):
+            write_manifest(folder, content)
+        world.barrier()
+        return read_checkpoint(folder)
+    return None
+
+
+def _content(folder: Path, world: World, sites: Sites) -> tuple[dict[str, Any] | None, str | None]:
+    """What a state says of itself: the manifest of any site, or the notes of all ranks together."""
+    manifest, problem, notes = None, None, []
+    if sites.is_leader and folder.is_dir():
+        notes = read_notes(folder)
+        try:
+            manifest = dict(read_checkpoint(folder).manifest)
+        except CheckpointError as error:
+            problem = str(error)
+    told = world.gather_objects((manifest, problem, notes))
+    found = next((manifest for manifest, _, _ in told if manifest is not None), None)
+    if found is not None:
+        return found, None
+    try:
+        composed = compose([note for _, _, notes in told for note in notes])
+        if composed is not None:
+            check_content(composed, folder)
+            return composed, None
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
+        return None, f"the notes in {folder} make no sense: {error}."
+    return None, next((problem for _, problem, _ in told if problem is not None), None)
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        read_checkpoint(folder)
+    except CheckpointError:  # missing here, or damaged: another site has it
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Where a file is whole."""
+
+    name: str
+    at: set[int]  # leaders of sites
+    problem: str | None  # with one that is not
+
+
+def _whole_copies(checkpoint: Checkpoint, world: World, sites: Sites) -> list[_Copies]:
+    members = sites.members
+    own = sorted(checkpoint.files)[members.index(world.rank) :: len(members)]
+    checked = {name: find_damage(checkpoint, [name]) for name in own}
+    told = world.gather_objects((sites.own, checked))
+    found = []
+    for name in sorted(checkpoint.files):
+        verdicts = [(site, damage[name]) for site, damage in told if name in damage]
+        whole = {site for site, problem in verdicts if problem is None}
+        problems = sorted((problem for _, problem in verdicts if problem), key=lambda p: p.endswith("is missing."))
+        found.append(_Copies(name, whole, problems[0] if problems else None))
+    return found
+
+
+def restore(runtime: MeshRuntime, checkpoint: Checkpoint, *, seed: int) -> None:
+    """Weights, optimizer, schedule, scaler; where the topology is the one it was saved under, random generators too."""
+    manifest, world = checkpoint.manifest, runtime.world
+    restorer = Restorer(runtime, manifest)
+    with torch.no_grad():
+        read_into(restorer.targets, checkpoint)
+    restorer.finish()
+    if is_same_topology(manifest, world) and f"rank/{world.rank}/torch" in manifest["tensors"]:
+        restore_random(world, lambda name: read_whole(checkpoint, name))
+    else:
+        torch.manual_seed(mix(seed, world.rank // world.layout.tp, 1, checkpoint.step))
+
+
+def is_same_topology(manifest: Mapping[str, Any], world: World) -> bool:
+    return bool(manifest["topology"] == topology(world.layout)) and bool(manifest["device"] == world.device.type)

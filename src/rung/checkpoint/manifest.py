@@ -1,0 +1,236 @@
+"""What a checkpoint says of itself: a JSON file that is written last, with a digest of every other file and of itself.
+
+A checkpoint exists when its manifest does. Reading one runs no code: JSON and raw bytes, every name and size checked
+before it is used. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rung.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_FOLDER = re.compile(r"step-(\d{8,})")
+_FILE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
+_BLOCK = 4 * 2**20
+_MAX_MANIFEST = 2**30
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest was read and found whole. Its files may still be damaged: see `find_damage`."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def files(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.manifest["files"]  # type: ignore[no-any-return]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(file["bytes"]) for file in self.files.values())
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:08d}"
+
+
+def steps_in(checkpoints: Path) -> dict[int, Path]:
+    """Every folder that may hold a checkpoint, whole or not, by step, oldest first."""
+    if not checkpoints.is_dir():
+        return {}
+    named = [(_FOLDER.fullmatch(path.name), path) for path in checkpoints.iterdir() if path.is_dir()]
+    return dict(sorted((int(match.group(1)), path) for match, path in named if match))
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """In one go: a reader finds all of it or nothing."""
+    body = {"format": FORMAT, **content}
+    text = json.dumps({**body, "digest": _digest_of(body)}, indent=1)
+    write_whole(folder / MANIFEST, text.encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that is there completely or not at all, also after a power cut."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder. Raises CheckpointError that names the file and what is wrong with it."""
+    path = folder / MANIFEST
+    try:
+        if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_MANIFEST):
+            raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint was never finished.") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is damaged: it is not JSON.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    if not isinstance(content, dict) or "format" not in content:
+        raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {content['format']}; this version of Rung reads format {FORMAT}.")
+    digest = content.pop("digest", None)
+    if digest != _digest_of(content):
+        raise CheckpointError(f"{path} is damaged: its content does not match its digest.")
+    check_content(content, path)
+    named = _FOLDER.fullmatch(folder.name)
+    if named and int(named.group(1)) != content["step"]:
+        raise CheckpointError(f"{path} is of step {content['step']}, not of the step that its folder is called after.")
+    return Checkpoint(folder, content)
+
+
+def check_content(content: Mapping[str, Any], path: Path) -> None:
+    """Refuse what no save writes, before a name or a size of it is used. A digest tells of accidents, not of intent."""
+    try:
+        strange = next((name for name in content["files"] if not _FILE.fullmatch(name)), None)
+        if strange is not None:
+            raise CheckpointError(f"{path} names a file that cannot be its own: {strange!r}.")
+        problem = _find_nonsense(content)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        problem = f"{type(error).__name__} {error}"
+    if problem is not None:
+        raise CheckpointError(f"{path} is not the manifest of a checkpoint: {problem}.")
+
+
+def _find_nonsense(content: Mapping[str, Any]) -> str | None:
+    if not are_sizes([content[key] for key in ("step", "epoch", "samples", "sample", "ranks")]):
+        return "its position makes no sense"
+    if not all(isinstance(content[key], str) for key in ("strategy", "device")):
+        return "its strategy makes no sense"
+    if not isinstance(content["topology"], dict) or not isinstance(content["evaluation_due"], bool):
+        return "its topology makes no sense"
+    optimizer = content["optimizer"]
+    if not isinstance(optimizer["groups"], list) or not isinstance(optimizer["values"], dict):
+        return "its optimizer makes no sense"
+    for name, file in content["files"].items():
+        if not are_sizes([file["bytes"]]) or not re.fullmatch("[0-9a-f]{64}", file["sha256"]):
+            return f"what it says of {name} makes no sense"
+    for name, tensor in content["tensors"].items():
+        if not isinstance(tensor["dtype"], str) or not are_sizes(tensor["shape"]) or not _fills(tensor):
+            return f"what it says of {name} makes no sense"
+        for chunk in tensor["chunks"]:
+            if chunk["file"] not in content["files"] or not isinstance(chunk["key"], str):
+                return f"{name} lies in a file that is not its own"
+    for name, stored in content["state_dict"].items():
+        if f"model/{stored}" not in content["tensors"]:
+            return f"{name} is not in it"
+    return None if all(isinstance(name, str) for name in content["computed"]) else "its names make no sense"
+
+
+def are_sizes(values: Any) -> bool:
+    """Whether a value out of a file can be taken for the shape of a tensor, or for counts of anything."""
+    return isinstance(values, list) and len(values) <= 64 and all(type(n) is int and 0 <= n < 2**48 for n in values)
+
+
+def _fills(tensor: Mapping[str, Any]) -> bool:
+    """Whether the chunks of a tensor lie within it and are as large as it is, all together."""
+    shape, volume = tensor["shape"], 0
+    for chunk in tensor["chunks"]:
+        offsets, lengths = chunk["offsets"], chunk["shape"]
+        if not (are_sizes(offsets) and are_sizes(lengths) and len(offsets) == len(lengths) == len(shape)):
+            return False
+        if any(offset + length > size for offset, length, size in zip(offsets, lengths, shape, strict=True)):
+            return False
+        volume += math.prod(lengths)
+    return bool(volume == math.prod(shape))
+
+
+def find_damage(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, thorough: bool = True) -> str | None:
+    """What is wrong with the files of a checkpoint (all, or those named): the first damaged one, or nothing.
+
+    `thorough` reads every byte; else only the sizes are looked at.
+    """
+    for name in checkpoint.files if names is None else names:
+        path, known = checkpoint.path / name, checkpoint.files[name]
+        try:
+            size = path.stat().st_size
+            if size != known["bytes"]:
+                return f"{path} is damaged: it has {size:,} bytes instead of {known['bytes']:,}."
+            if thorough and digest_of_file(path) != known["sha256"]:
+                return f"{path} is damaged: its content does not match its digest."
+        except FileNotFoundError:
+            return f"{path} is missing."
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}."
+    return None
+
+
+def digest_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def prune(checkpoints: Path, keep: int, keep_every: int | None, *, protected: Iterable[int] = ()) -> list[int]:
+    """Remove what is not to be kept: all but the newest `keep`, those whose step `keep_every` divides, and `protected`
+    ones. Folders without a manifest, older than the newest checkpoint, are leftovers of a save that was cut short."""
+    found = steps_in(checkpoints)
+    whole = [step for step, path in found.items() if (path / MANIFEST).exists()]
+    kept = {*whole[-keep:], *protected, *(step for step in whole if keep_every and step % keep_every == 0)}
+    removed = [step for step in found if step not in kept and whole and step <= whole[-1]]
+    for step in removed:
+        remove(found[step])
+    return removed
+
+
+def remove(folder: Path) -> None:
+    """The manifest goes first: a checkpoint that is being removed is none."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def newest(
+    checkpoints: Path, *, check: Callable[[Checkpoint], str | None] = find_damage
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint without damage, and what was wrong with newer ones."""
+    problems: list[str] = []
+    for path in reversed(steps_in(checkpoints).values()):
+        try:
+            checkpoint = read_checkpoint(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        damage = check(checkpoint)
+        if damage is None:
+            return checkpoint, problems
+        problems.append(damage)
+    return None, problems
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,45 @@
+"""Plain values to JSON and back: numbers, strings, lists, tuples, dicts and small tensors. No objects, so no code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rung.checkpoint.files import DTYPES, dtype_name
+from rung.errors import CheckpointError
+
+
+class Unpackable(CheckpointError):
+    """A value that only pickle could save."""
+
+
+def pack(value: Any, where: str) -> Any:
+    """A value as JSON holds it. Floats come back exactly."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [pack(item, where) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [pack(item, where) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[pack(key, where), pack(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+    if isinstance(value, Tensor) and value.numel() <= 4096:
+        shown = value.detach().cpu()
+        return {"tensor": shown.tolist(), "dtype": dtype_name(value.dtype)}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return pack(value.tolist(), where)
+    raise Unpackable(f"{where} is a {type(value).__name__}, which only pickle could save, and a checkpoint holds none.")
+
+
+def unpack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [unpack(item) for item in value]
+    if isinstance(value, dict):
+        if "tuple" in value:
+            return tuple(unpack(item) for item in value["tuple"])
+        if "tensor" in value:
+            return torch.tensor(value["tensor"], dtype=DTYPES[value["dtype"]])
+        return {unpack(key): unpack(item) for key, item in value["dict"]}
+    return value

@@ -1,0 +1,208 @@
+"""Who writes which part of what, and who reads it: torch's distributed checkpoint, with files of our own format.
+
+torch's planner turns a rank's tensors (whole, or DTensors that are cut any way) into chunks of the whole, and finds for
+each rank's present parts the chunks that hold them. Its own storage pickles the metadata; here it is in the manifest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from rung.checkpoint.files import DTYPES, Entry, TensorFile, dtype_name
+from rung.checkpoint.manifest import Checkpoint
+from rung.errors import CheckpointError
+from rung.world import World
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chunk of a tensor, and the key it has in this rank's file."""
+
+    item: WriteItem
+    entry: Entry
+
+    @property
+    def name(self) -> str:
+        return self.item.index.fqn
+
+
+class SharePlan:
+    """What this rank writes. All ranks make it together when the list of tensors changes, which is seldom."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], world: World, *, alone: bool = False) -> None:
+        """`alone`: this rank writes all it has, whoever else may have it."""
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), is_coordinator=True)
+        own = planner.create_local_plan()
+        plans = [own] if alone else world.gather_objects(own)
+        shared, _ = planner.create_global_plan(plans) if not alone else ([own], None)
+        mine: SavePlan = shared[0 if alone else world.rank]
+        found = [Part(item, _entry_of(item)) for item in mine.items if _volume(item)]
+        # Wide types first: every tensor then begins at a multiple of its size.
+        self.parts = sorted(found, key=lambda part: (-part.entry.dtype.itemsize, part.entry.key))
+        self._empty = [item for item in mine.items if item.tensor_data and not math.prod(item.tensor_data.size)]
+        self._planner = planner
+        self._names = _signature(tensors)
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        return self._names == _signature(tensors)
+
+    def values(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """The live parts of the tensors, on their device."""
+        self._planner.state_dict = dict(tensors)
+        return [self._planner.lookup_object(part.item.index) for part in self.parts]
+
+    def describe(self, file: str) -> dict[str, Any]:
+        """For the manifest: this rank's chunks by tensor."""
+        described: dict[str, Any] = {}
+        for part in self.parts:
+            data = part.item.tensor_data
+            assert data is not None
+            entry = {
+                "file": file,
+                "key": part.entry.key,
+                "offsets": list(data.chunk.offsets),
+                "shape": list(data.chunk.sizes),
+            }
+            known = described.setdefault(
+                part.name, {"dtype": dtype_name(part.entry.dtype), "shape": list(data.size), "chunks": []}
+            )
+            known["chunks"].append(entry)
+        for item in self._empty:  # without bytes, but part of the model
+            data = item.tensor_data
+            assert data is not None
+            described[item.index.fqn] = {
+                "dtype": dtype_name(data.properties.dtype),
+                "shape": list(data.size),
+                "chunks": [],
+            }
+        return described
+
+
+def join(descriptions: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """The chunks of all ranks, by tensor. What several ranks have alike is named once."""
+    tensors: dict[str, Any] = {}
+    for described in descriptions:
+        for name, tensor in described.items():
+            known = tensors.setdefault(name, {**tensor, "chunks": []})
+            places = {tuple(chunk["offsets"]) for chunk in known["chunks"]}
+            known["chunks"] += [chunk for chunk in tensor["chunks"] if tuple(chunk["offsets"]) not in places]
+    return tensors
+
+
+def holes(tensors: Mapping[str, Any]) -> list[str]:
+    """Tensors that the chunks do not fill."""
+    return [
+        name
+        for name, tensor in tensors.items()
+        if sum(math.prod(chunk["shape"]) for chunk in tensor["chunks"]) != math.prod(tensor["shape"])
+    ]
+
+
+def read_into(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+    """Fill tensors, cut or whole, with what this rank needs of a checkpoint. No rank waits for another.
+
+    torch's planner says which slice of which chunk goes where. Its `load` is not called: it would hide errors in one of
+    its own that is not even an Exception.
+    """
+    wanted = {name: tensor.detach() for name, tensor in targets.items() if tensor.numel() > 0}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(wanted, Metadata({name: _described(checkpoint, name) for name in wanted}), True)
+    tensors, files = checkpoint.manifest["tensors"], OpenFiles(checkpoint)
+    chunks = {(name, tuple(chunk["offsets"])): chunk for name in wanted for chunk in tensors[name]["chunks"]}
+    for item in planner.create_local_plan().items:
+        index: MetadataIndex = item.storage_index
+        chunk = chunks[index.fqn, tuple(index.offset or ())]
+        with files.open(chunk, dtype_of(checkpoint, index.fqn)) as source:
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                source = source.narrow(dim, offset, length)
+            planner.resolve_tensor(item).detach().copy_(source)
+
+
+def _described(checkpoint: Checkpoint, name: str) -> TensorStorageMetadata:
+    saved = checkpoint.manifest["tensors"][name]
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype_of(checkpoint, name)),
+        size=torch.Size(saved["shape"]),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(chunk["offsets"]), sizes=torch.Size(chunk["shape"]))
+            for chunk in saved["chunks"]
+        ],
+    )
+
+
+def read_whole(checkpoint: Checkpoint, name: str, files: OpenFiles | None = None) -> Tensor:
+    """One tensor, whole, on the host. Whoever reads many passes the open files along."""
+    files = files or OpenFiles(checkpoint)
+    saved = checkpoint.manifest["tensors"][name]
+    value = torch.empty(saved["shape"], dtype=dtype_of(checkpoint, name))
+    for chunk in saved["chunks"]:
+        place = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["shape"], strict=True))
+        with files.open(chunk, value.dtype) as part:
+            value[place].copy_(part)
+    return value
+
+
+def dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    called = checkpoint.manifest["tensors"][name]["dtype"]
+    if called not in DTYPES:
+        raise CheckpointError(f"{checkpoint.path}: {name} is of type {called}, which this version of Rung cannot read.")
+    return DTYPES[called]
+
+
+class OpenFiles:
+    """The files of a checkpoint, whose headers are read once."""
+
+    _MOST = 64
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._folder = checkpoint.path
+        self._files: OrderedDict[str, TensorFile] = OrderedDict()
+
+    @contextmanager
+    def open(self, chunk: Mapping[str, Any], dtype: torch.dtype) -> Iterator[Tensor]:
+        """A chunk that the manifest tells of, mapped into memory."""
+        name = chunk["file"]
+        if name not in self._files:
+            self._files[name] = TensorFile(self._folder / name)
+            while len(self._files) > self._MOST:
+                self._files.popitem(last=False)
+        with self._files[name].open(chunk["key"], dtype) as part:
+            if list(part.shape) != chunk["shape"]:
+                raise CheckpointError(
+                    f"{self._folder / name} is damaged: {chunk['key']} is {list(part.shape)}, not {chunk['shape']}."
+                )
+            yield part
+
+
+def _entry_of(item: WriteItem) -> Entry:
+    data = item.tensor_data
+    assert data is not None
+    whole = data.chunk.sizes == data.size
+    place = "" if whole else "@" + ",".join(map(str, data.chunk.offsets))
+    return Entry(f"{item.index.fqn}{place}", data.properties.dtype, tuple(data.chunk.sizes))
+
+
+def _volume(item: WriteItem) -> int:
+    return math.prod(item.tensor_data.chunk.sizes) if item.tensor_data is not None else 0
+
+
+def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    return tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())

@@ -1,0 +1,132 @@
+"""Saving beside training: the step waits for a copy to host memory, a thread does the rest.
+
+Each rank copies and writes its own part: of what several ranks have alike, each writes some. The ranks' threads talk
+over a process group of their own. The manifest is written last, so a save that is cut short leaves nothing that could
+be taken for a checkpoint. Where ranks share no disk, each file also goes to the next site.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rung.checkpoint.manifest import folder_of, prune, remove, write_manifest
+from rung.checkpoint.plan import join
+from rung.checkpoint.share import Position, Share, Stager, merge
+from rung.checkpoint.sites import Sites, gather_in, host_group, mirror
+from rung.errors import CheckpointError
+from rung.runtime.mesh import MeshRuntime
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    step: int
+    stall_seconds: float  # for which training stood still
+    write_seconds: float  # in the background
+    num_bytes: int  # over all ranks
+    error: str | None = None
+
+
+class Saver:
+    """Writes checkpoints of one runtime into a folder. All ranks call the same methods in the same steps."""
+
+    def __init__(
+        self,
+        folder: Path,
+        runtime: MeshRuntime,
+        *,
+        sites: Sites | None = None,
+        settings: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        keep_every: int | None = None,
+        background: bool = True,
+    ) -> None:
+        self._folder, self._world = folder, runtime.world
+        self._sites = sites or Sites(self._world, folder)
+        self._stager = Stager(runtime, settings or {})
+        self._keep, self._keep_every, self._background = keep, keep_every, background
+        self._group = host_group(self._world)
+        self._thread: threading.Thread | None = None
+        self._records: list[SaveRecord] = []
+        self.last_step: int | None = None  # of the newest save that was begun and has not failed
+
+    def save(self, position: Position, *, wait: bool = False) -> None:
+        """Begin to save the state after a step. `wait` until it is on the disk, and raise if that failed."""
+        started = time.perf_counter()
+        self.wait()
+        share = self._stager.stage(position)
+        self.last_step = position.step
+        if self._background and not wait:
+            stall = time.perf_counter() - started
+            self._thread = threading.Thread(target=self._write, args=(share, stall), name="rung-save")
+            self._thread.start()
+            return
+        self._write(share, None, started)
+        error = self._records[-1].error
+        if wait and error is not None:
+            raise CheckpointError(error)
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finished(self) -> list[SaveRecord]:
+        """Saves that came to their end since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    def _write(self, share: Share, stall: float | None, began: float = 0.0) -> None:
+        started = time.perf_counter()
+        error, num_bytes = None, 0
+        try:
+            num_bytes = self._write_all(share)
+        except Exception as problem:
+            error = f"the checkpoint of step {share.step} could not be written: {problem}"
+            self.last_step = None
+            with contextlib.suppress(OSError):
+                if self._sites.is_leader:
+                    remove(folder_of(self._folder, share.step))
+        now = time.perf_counter()
+        stood = stall if stall is not None else now - began
+        self._records.append(SaveRecord(share.step, stood, now - started, num_bytes, error))
+
+    def _write_all(self, share: Share) -> int:
+        folder = folder_of(self._folder, share.step)
+        self._together("make its folder", lambda: self._clear(folder))
+        parts = self._together("write its part", lambda: share.write(folder))
+        content = merge(parts, join([part["tensors"] for part in parts]))
+        self._together("copy its part", lambda: mirror(self._sites, self._group, folder, [share.file]))
+        self._together("write the manifest", lambda: self._finish(folder, content))
+        return sum(int(told["bytes"]) for told in content["files"].values())
+
+    def _clear(self, folder: Path) -> None:
+        if self._sites.is_leader:
+            if folder.exists():  # of a save that was cut short, or of steps that are done again
+                remove(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _finish(self, folder: Path, content: Mapping[str, Any]) -> None:
+        if self._sites.is_leader:
+            write_manifest(folder, content)
+            prune(self._folder, self._keep, self._keep_every)
+
+    def _together(self, what: str, action: Callable[[], Any]) -> list[Any]:
+        """An action on every rank, and what each one got from it. If one fails, all do."""
+        result, error = None, None
+        try:
+            result = action()
+        except OSError as problem:
+            error = f"{problem.strerror or problem} ({problem.filename})" if problem.filename else str(problem)
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        told: list[Any] = gather_in(self._group, (result, error), self._world)
+        failed = [f"rank {rank} could not {what}: {error}" for rank, (_, error) in enumerate(told) if error is not None]
+        if failed:
+            raise CheckpointError(failed[0])
+        return [result for result, _ in told]

@@ -1,0 +1,232 @@
+"""The state of training under names that no strategy changes, as one process would call it.
+
+    model/<name>                a parameter or buffer of the module, by its own name
+    optimizer/<name>/<key>      what the optimizer keeps for that parameter
+    rank/<number>/<what>        random generators, of use on the same topology alone
+
+Tensors are listed as they live on this rank: DTensors where they are cut, so that torch's planner knows which part of
+the whole they are. Everything else is small and goes into the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rung.checkpoint.files import DTYPES
+from rung.checkpoint.packing import Unpackable, pack, unpack
+from rung.errors import CheckpointError
+from rung.generators import restore_generators, save_generators
+from rung.parallel.materialize import is_absent
+from rung.runtime.mesh import MeshRuntime
+from rung.strategy import Layout
+from rung.world import World
+
+# How a kernel is chosen, not what it computes: this belongs to the world at hand.
+_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
+
+
+def model_tensors(runtime: MeshRuntime) -> dict[str, Tensor]:
+    """Parameters and buffers that this rank keeps, tied ones once, also those that a state dict leaves out."""
+    return {f"model/{name}": tensor for name, tensor in _named(runtime.model) if not is_absent(tensor)}
+
+
+def tensors_to_save(runtime: MeshRuntime, *, everything: bool = False) -> dict[str, Tensor]:
+    """What this rank answers for. What several keep alike is listed by each, and written by one of them.
+
+    `everything`: also buffers that another rank would write, because that rank may be gone.
+    """
+    world = runtime.world
+    buffers = {id(buffer) for buffer in runtime.model.buffers()}
+    # Buffers may differ between data ranks (statistics of a local batch norm); the first one's count, as always.
+    first = everything or (world.data_rank == 0 and world.rank % world.layout.tp == 0)
+    elsewhere = runtime.counted_elsewhere()
+    found = {
+        name: tensor.detach()
+        for name, tensor in model_tensors(runtime).items()
+        if id(tensor) not in elsewhere and (first or id(tensor) not in buffers)
+    }
+    for name, parameter in optimizer_parameters(runtime):
+        if id(parameter) in elsewhere:
+            continue
+        for key, value in runtime.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"optimizer/{name}/{key}"] = value.detach()
+    return found
+
+
+def rank_tensors(world: World) -> dict[str, Tensor]:
+    """The random generators of this rank, as they are now."""
+    python, numpy, own = save_generators()
+    text = json.dumps(pack({"python": python, "numpy": numpy}, "the random generators")).encode()
+    found = {"torch": own.clone(), "others": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    if world.device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(world.device)
+    return {f"rank/{world.rank}/{key}": value for key, value in found.items()}
+
+
+def restore_random(world: World, read: Callable[[str], Tensor]) -> None:
+    others = unpack(json.loads(bytes(read(f"rank/{world.rank}/others").tolist())))
+    restore_generators((others["python"], others["numpy"], read(f"rank/{world.rank}/torch")))
+    if world.device.type == "cuda":
+        torch.cuda.set_rng_state(read(f"rank/{world.rank}/cuda"), world.device)
+
+
+def small_state(runtime: MeshRuntime) -> dict[str, Any]:
+    """What is not a large tensor: parameter groups, schedule, scaler. The same on every rank but for `values`."""
+    optimizer = runtime.optimizer
+    groups = [
+        {key: pack(value, f"{key!r} of the optimizer's group {n}") for key, value in group.items() if key != "params"}
+        for n, group in enumerate(optimizer.param_groups)
+    ]
+    values: dict[str, dict[str, Any]] = {}
+    for name, parameter in optimizer_parameters(runtime):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                values.setdefault(name, {})[key] = pack(value, f"the optimizer's {key!r} of {name}")
+    schedule = None
+    if runtime.schedule is not None:
+        try:
+            schedule = pack(runtime.schedule.state_dict(), "the schedule")
+        except Unpackable:
+            schedule = "replay"
+    scaler = runtime.scaler
+    return {
+        "optimizer": {"class": type(optimizer).__name__, "groups": groups, "values": values},
+        "schedule": schedule,
+        "scaler": None if scaler is None else pack(scaler.state_dict(), "the scaler"),
+    }
+
+
+def model_names(runtime: MeshRuntime) -> dict[str, Any]:
+    """For those who export: every key of the module's state dict, in its order, and what is saved for it.
+
+    Tied tensors have several keys, buffers that are not persistent have none. What the module computes for its state
+    dict (`get_extra_state`, hooks) is no parameter or buffer, and cannot be exported.
+    """
+    state = runtime.model.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in _named(runtime.model)}
+    return {
+        "state_dict": {key: names[id(value)] for key, value in state.items() if id(value) in names},
+        "computed": [key for key, value in state.items() if id(value) not in names],
+    }
+
+
+class Restorer:
+    """Puts a checkpoint's state into a runtime that was built for whatever world there is now."""
+
+    def __init__(self, runtime: MeshRuntime, manifest: Mapping[str, Any]) -> None:
+        self._runtime = runtime
+        self._manifest = manifest
+        self._tensors: Mapping[str, Any] = manifest["tensors"]
+        self._state: list[tuple[int, str, str, Tensor]] = []  # parameter's number, its name, key, value
+        self._check_model()
+        self.targets: dict[str, Tensor] = {**model_tensors(runtime), **self._make_optimizer_state()}
+
+    def _check_model(self) -> None:
+        model = self._runtime.model
+        here = {name: tuple(tensor.shape) for name, tensor in _named(model)}
+        there = {
+            n.removeprefix("model/"): tuple(t["shape"]) for n, t in self._tensors.items() if n.startswith("model/")
+        }
+        missing, extra = sorted(set(here) - set(there)), sorted(set(there) - set(here))
+        if missing or extra:
+            told = [f"it has no {', '.join(missing[:3])}"] if missing else []
+            told += [f"the model has no {', '.join(extra[:3])}"] if extra else []
+            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(told)}.")
+        for name, shape in here.items():
+            if shape != there[name]:
+                raise CheckpointError(
+                    f"the checkpoint is of another model: {name} is {list(there[name])} there and {list(shape)} here."
+                )
+
+    def _make_optimizer_state(self) -> dict[str, Tensor]:
+        """Room for what was saved. Made from what the checkpoint says, not by a trial step, which may change things."""
+        keys: dict[str, list[str]] = {}
+        for name in self._tensors:
+            if name.startswith("optimizer/"):
+                owner, _, key = name.removeprefix("optimizer/").rpartition("/")
+                keys.setdefault(owner, []).append(key)
+        targets: dict[str, Tensor] = {}
+        numbers = {id(p): n for n, p in enumerate(p for g in self._runtime.optimizer.param_groups for p in g["params"])}
+        for name, parameter in optimizer_parameters(self._runtime):
+            for key in keys.get(name, ()):
+                saved = self._tensors[f"optimizer/{name}/{key}"]
+                shape, dtype = tuple(saved["shape"]), DTYPES[saved["dtype"]]
+                if shape == tuple(parameter.shape) and (shape or key != "step"):
+                    value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                elif isinstance(parameter, DTensor) and shape:
+                    raise CheckpointError(
+                        f"the optimizer keeps {key!r} of shape {list(shape)} for {name}, which is cut here: how that "
+                        "is to be cut is not known. Resume under a strategy that leaves parameters whole, such as ddp."
+                    )
+                else:
+                    value = torch.zeros(shape, dtype=dtype)
+                targets[f"optimizer/{name}/{key}"] = value
+                self._state.append((numbers[id(parameter)], name, key, value))
+        return targets
+
+    def finish(self) -> None:
+        """After the tensors were read into `targets`: hand them to the optimizer, and set the rest."""
+        runtime, saved = self._runtime, self._manifest["optimizer"]
+        optimizer = runtime.optimizer
+        if saved["class"] != type(optimizer).__name__ or len(saved["groups"]) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"the checkpoint has the state of {saved['class']} with {len(saved['groups'])} parameter groups; the "
+                f"task now makes {type(optimizer).__name__} with {len(optimizer.param_groups)}."
+            )
+        fresh = optimizer.state_dict()
+        state: dict[int, dict[str, Any]] = {}
+        for number, _, key, value in self._state:
+            state.setdefault(number, {})[key] = value
+        numbers = {id(p): n for n, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+        for name, parameter in optimizer_parameters(runtime):
+            for key, packed in saved["values"].get(name, {}).items():
+                state.setdefault(numbers[id(parameter)], {})[key] = unpack(packed)
+        groups = [
+            {**group, **{key: unpack(value) for key, value in old.items() if key not in _IMPLEMENTATION}}
+            for group, old in zip(fresh["param_groups"], saved["groups"], strict=True)
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self._finish_schedule()
+        if runtime.scaler is not None and self._manifest["scaler"] is not None:
+            runtime.scaler.load_state_dict(unpack(self._manifest["scaler"]))
+
+    def _finish_schedule(self) -> None:
+        schedule, saved = self._runtime.schedule, self._manifest["schedule"]
+        if schedule is None:
+            return
+        if saved is None:
+            raise CheckpointError("the task has a schedule now, and the checkpoint was saved without one.")
+        if saved != "replay":
+            schedule.load_state_dict(unpack(saved))
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no optimizer step went before
+            for _ in range(int(self._manifest["step"])):
+                schedule.step()
+
+
+def optimizer_parameters(runtime: MeshRuntime) -> Iterator[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters with the names that the module has for them."""
+    slices = runtime.parameter_slices()  # zero1's optimizer sees parts of the parameters
+    names = {id(slices.get(id(p), p)): name for name, p in runtime.model.named_parameters()}
+    for group in runtime.optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names[id(parameter)], parameter
+
+
+def topology(layout: Layout) -> dict[str, Any]:
+    """What must be the same for a run to go on bit by bit."""
+    return {"axes": layout.axes, "zero": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -1,0 +1,120 @@
+"""When the state of a run is kept, and where: checkpoints on the disk, copies in memory, and a last one in distress."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rung.checkpoint import (
+    Checkpoint,
+    Position,
+    Replicator,
+    Rescuer,
+    Saver,
+    SaveRecord,
+    Sites,
+    checkpoints_folder,
+    choose,
+    memory_folder,
+    rescue_folder,
+    state_folders,
+)
+from rung.checkpoint.manifest import remove, steps_in
+from rung.config import RunConfig, is_elastic
+from rung.runtime.mesh import MeshRuntime
+
+
+def find_state(run_dir: Path, sites: Sites, *, resume: bool) -> Checkpoint | None:
+    """What a run goes on from, if it is to and there is something. Copies that are not needed any more go."""
+    found = choose(state_folders(run_dir), sites.world, sites) if resume else None
+    if sites.is_leader:
+        _forget_copies(run_dir, besides=found.path if found is not None else None)
+    return found
+
+
+def _forget_copies(run_dir: Path, besides: Path | None = None) -> None:
+    for folder in (rescue_folder(run_dir), memory_folder(run_dir)):
+        for path in steps_in(folder).values():
+            if path != besides:
+                remove(path)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+class Keeper:
+    """Everything the loop has to do with keeping state."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        runtime: MeshRuntime,
+        sites: Sites,
+        config: RunConfig,
+        settings: Mapping[str, Any],
+        start: Position,
+    ) -> None:
+        self._run_dir, self._sites, self._config, self._start = run_dir, sites, config, start
+        self._saver = Saver(
+            checkpoints_folder(run_dir),
+            runtime,
+            sites=sites,
+            settings=settings,
+            keep=config.keep,
+            keep_every=config.keep_every,
+            background=config.async_save,
+        )
+        self._replicator = None
+        if config.replicate_state:
+            self._replicator = Replicator(memory_folder(run_dir), runtime, sites, settings)
+        self._rescuer = Rescuer(rescue_folder(run_dir), runtime, settings, start)
+
+    def before_step(self) -> None:
+        self._rescuer.before_step()
+
+    def after_step(self, position: Position) -> None:
+        self._rescuer.after_step(position)
+        if self._replicator is not None:
+            self._replicator.keep(position)
+
+    def is_due(self, position: Position) -> bool:
+        every = self._config.checkpoint_every
+        return every is not None and position.step % every == 0
+
+    def save(self, position: Position) -> None:
+        self._saver.save(position)
+
+    def finished(self) -> list[SaveRecord]:
+        return self._saver.finished()
+
+    def finish(self, position: Position) -> None:
+        """At the end of training."""
+        if self._config.checkpoint_every is not None and self._saver.last_step != position.step:
+            self._saver.save(position)
+        self._saver.wait()
+
+    def stop(self, position: Position) -> None:
+        """Asked to leave: what was reached goes to the disk. Raises if that fails."""
+        self._saver.wait()
+        if self._saver.last_step != position.step or position.evaluation_due:
+            self._saver.save(position, wait=True)
+
+    def rescues(self, *, is_oom: bool) -> bool:
+        """Whether the state is worth saving when a step fails: where somebody is to go on from it."""
+        config = self._config
+        if is_oom and config.oom_retry:
+            return True
+        restarts = config.max_restarts if config.max_restarts is not None else int(is_elastic(config))
+        return config.checkpoint_every is not None or config.replicate_state or restarts > 0
+
+    def rescue(self) -> bool:
+        return self._rescuer.rescue()
+
+    def close(self) -> None:
+        """The run ended in good order: what was kept for bad times is not needed."""
+        self._saver.wait()
+        if self._replicator is not None:
+            self._replicator.wait()
+        self._sites.world.barrier()
+        if self._sites.is_leader:
+            _forget_copies(self._run_dir)

@@ -1,0 +1,140 @@
+"""On which terms a job runs: how many processes and machines it may have, and how often it starts again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rung.config import RunConfig, count_range
+from rung.errors import ConfigError
+from rung.processes import is_running
+
+_RESTARTS = 3  # in a row without progress, for a job that may change its size
+_SCALE = "scale"
+_LAUNCHER = "launcher"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a launcher may do when something happens to its job."""
+
+    processes: tuple[int, int]  # the least and the most on this machine
+    nodes: tuple[int, int] = (1, 1)
+    rdzv: str | None = None
+    max_restarts: int = 0
+    grace_seconds: int = 30
+    is_polite: bool = False  # SIGTERM and SIGUSR1 ask for a checkpoint, and are not the end
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of ranks may change while the job runs."""
+        return self.processes[0] != self.processes[1] or self.nodes[0] != self.nodes[1]
+
+    @property
+    def restarts(self) -> bool:
+        return self.max_restarts > 0 or self.is_elastic
+
+
+def terms_of(config: RunConfig, num_local: int) -> Terms:
+    """The terms of `rung train`; `num_local` is how many processes this machine has when nothing says so."""
+    processes = count_range(config.nproc) if config.nproc is not None else (num_local, num_local)
+    nodes = count_range(config.nnodes, "nnodes")
+    if nodes[1] > 1 and config.rdzv is None:
+        raise ConfigError(
+            f"--nnodes {config.nnodes} is several machines, which must know where to meet. Give all of them the same "
+            "--rdzv HOST:PORT, the address of one of them and a free port there."
+        )
+    if nodes[1] == 1 and config.rdzv is not None:
+        raise ConfigError(f"--rdzv {config.rdzv} is for several machines. Say how many with --nnodes, as in 2 or 1:4.")
+    changes = processes[0] != processes[1] or nodes[1] > 1
+    restarts = config.max_restarts if config.max_restarts is not None else (_RESTARTS if changes else 0)
+    return Terms(processes, nodes, config.rdzv, restarts, config.grace_seconds, is_polite=True)
+
+
+class Restarts:
+    """Counts failures in a row. One after which the job came further than before begins a new row."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._furthest = -1
+        self.in_a_row = 0
+
+    def after_failure(self, step: int) -> bool:
+        """Whether the job may go on after a failure in this step."""
+        self.in_a_row = 1 if step > self._furthest else self.in_a_row + 1
+        self._furthest = max(self._furthest, step)
+        return self.in_a_row <= self._limit
+
+
+# -- changing the number of processes while the job runs -------------------------------------------------------------
+
+
+def announce(state: Path, terms: Terms) -> None:
+    """Tell `rung scale` who runs the job, and within which limits."""
+    (state / _SCALE).unlink(missing_ok=True)
+    told = {"pid": os.getpid(), "least": terms.processes[0], "most": terms.processes[1]}
+    (state / _LAUNCHER).write_text(json.dumps(told))
+
+
+def retire(state: Path) -> None:
+    for name in (_SCALE, _LAUNCHER):
+        (state / name).unlink(missing_ok=True)
+
+
+def wanted_processes(state: Path) -> int | None:
+    """What `rung scale` asked for, once."""
+    try:
+        text = (state / _SCALE).read_text()
+    except FileNotFoundError:
+        return None
+    (state / _SCALE).unlink(missing_ok=True)
+    return int(text)
+
+
+def scale(run: str | Path, count: int) -> str:
+    """Ask the launcher of a running job for another number of processes. What to tell the user."""
+    launchers = [Path(run, ".state", _LAUNCHER), *Path(run, ".state").glob(f"*/{_LAUNCHER}")]
+    told = {path: json.loads(path.read_text()) for path in launchers if path.exists()}
+    told = {path: launcher for path, launcher in told.items() if is_running(launcher["pid"])}
+    if not told:
+        where = (
+            f"{run} is not a run that is running on this machine" if Path(run).is_dir() else f"there is no run {run}"
+        )
+        raise ConfigError(f"{where}. `rung scale` changes a job while it runs.")
+    ((path, launcher), *_) = told.items()
+    state, least, most = path.parent, launcher["least"], launcher["most"]
+    if least == most:
+        raise ConfigError(f"{run} runs with {most} processes for good. Start it with --nproc MIN:MAX to scale it.")
+    if not least <= count <= most:
+        raise ConfigError(f"{run} may have {least} to {most} processes, not {count}.")
+    partial = state / f".{_SCALE}"
+    partial.write_text(str(count))
+    partial.rename(state / _SCALE)
+    return f"asked {run} to go on with {count} processes; it does after the step that it is in"
+
+
+# -- a place to meet -------------------------------------------------------------------------------------------------
+
+
+def keep_store(port: int, when_ready: Callable[[], None]) -> None:
+    """Hold the store where machines meet until a signal ends this process: no machine of the job is then special."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        store = TCPStore("0.0.0.0", port, None, True, timeout=timedelta(seconds=20), wait_for_workers=False)
+    except RuntimeError as error:
+        raise ConfigError(f"port {port} cannot be listened at: {str(error).splitlines()[0]}") from None
+    when_ready()
+    while not ended.wait(0.5):
+        pass
+    del store

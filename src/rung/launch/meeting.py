@@ -1,0 +1,335 @@
+"""Where the launchers of a job meet, and what they tell each other there.
+
+torch's c10d rendezvous says who takes part in a round. What a round then looks like (how many processes each machine
+has, which of them the strategy can use, where the ranks find each other) is told by its first launcher to the others
+through the same store, and at the end each launcher tells its fate, so that no machine waits for a dead one. A job on
+one machine meets by itself, on a port of the system's choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp, create_handler
+
+from rung.errors import StrategyError
+from rung.launch.network import address_towards, answers, interface_of, resolve_host, split_endpoint
+from rung.strategy import fit
+
+# torch's defaults make every join and every loss of a machine cost half a minute.
+_TIMING = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+_JOIN_SECONDS = 7 * 24 * 3600  # how long to wait for other machines is for whoever started the job to say
+_STORE_SECONDS = 20
+_LOOK_SECONDS = 0.25
+_PARTING_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """One forming of the world, as this launcher sees it."""
+
+    attempt: int  # 1 for the first world of the job
+    host: int  # the number of this launcher
+    num_hosts: int
+    first_rank: int  # of this machine
+    num_local: int
+    size: int  # processes of all machines
+    used: int  # those that the strategy can use; the ranks from here on are spares
+    strategy: str  # with its sizes
+    address: str  # where the ranks' store is
+    port: int
+    resume: bool
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.num_local)
+
+    @property
+    def num_spares(self) -> int:
+        return self.size - self.used
+
+
+@dataclass(frozen=True)
+class Fate:
+    """How a round ended for one launcher."""
+
+    kind: str  # finished, stopped, left (stopped, and does not come back), failed
+    address: str
+    step: int = 0
+    headline: str = ""
+
+
+@dataclass(frozen=True)
+class News:
+    """What has come to light about the other launchers of a round."""
+
+    waiting: int = 0  # launchers that would join
+    lost: bool = False  # one of this round is gone, or has gone on without this one
+    fates: Mapping[int, Fate] = field(default_factory=dict)
+
+
+class LauncherLost(Exception):
+    """A launcher went away while the world was forming."""
+
+
+class Meeting:
+    """This launcher's place at the meeting. For one thread, beside the watch that it starts itself."""
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        nodes: tuple[int, int],
+        address: str,
+        endpoint: str | None,
+        hosts_store: bool,
+    ) -> None:
+        self.address = address
+        self.interface = interface_of(address)
+        self.endpoint = endpoint
+        self.hosts_store = hosts_store  # the store goes with this launcher
+        self.nodes = nodes
+        self._name = name
+        self._round_store: Any = None
+        self._round: Round | None = None
+        self._round_number = 0
+        self._ranks_store: Any = None
+        self._watch: _Watch | None = None
+        self._sit_down(store)
+
+    def _sit_down(self, store: Any) -> None:
+        self._base = store
+        # A name can be used again for another job when the one before is over.
+        self._generation = store.compare_set(f"rung/{self._name}/generation", "", "0").decode()
+        self._store = PrefixStore(f"rung/{self._name}/{self._generation}", store)
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=self.endpoint or "127.0.0.1:0",
+            run_id=f"rung-{self._name}-{self._generation}",
+            min_nodes=self.nodes[0],
+            max_nodes=self.nodes[1],
+            local_addr=self.address,
+            join_timeout=_JOIN_SECONDS,
+            **_TIMING,
+        )
+        self.handler: Any = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+
+    def reconnect(self) -> None:
+        """After an error at the store: a new connection, if somebody answers."""
+        time.sleep(0.5)
+        self.stop_watching()
+        if self.endpoint is not None and not self.hosts_store:
+            host, port = split_endpoint(self.endpoint)
+            if answers(host, port):
+                self._sit_down(_connect(host, port))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the job is of this machine alone."""
+        return self.nodes[1] == 1
+
+    def agree(self, key: str, value: str) -> tuple[str, bool]:
+        """What the first launcher to come said, and whether it was this one."""
+        found: str = self._store.compare_set(key, "", value).decode()
+        return found, found == value
+
+    # -- a round -----------------------------------------------------------------------------------------------------
+
+    def form(self, num_local: int, strategy: str, schedule: str | None, resume: bool) -> Round:
+        """Meet the others; returns when the world is complete. Blocks."""
+        self.stop_watching()
+        info = self.handler.next_rendezvous()
+        self._round_number = self.handler._state_holder.state.round
+        store, host, num_hosts = info.store, info.rank, info.world_size
+        own = {"processes": num_local, "resume": resume}
+        store.set(f"host/{host}", json.dumps(own))
+        if host == 0:
+            hosts = [json.loads(self._read(store, f"host/{number}", num_hosts)) for number in range(num_hosts)]
+            store.set("plan", json.dumps(self._plan(hosts, strategy, schedule)))
+        plan = json.loads(self._read(store, "plan", num_hosts))
+        counts = plan.pop("processes")
+        self._round_store = store
+        self._round = Round(host=host, num_hosts=num_hosts, first_rank=sum(counts[:host]), num_local=num_local, **plan)
+        if not self.is_alone:
+            self._watch = _Watch(self.handler, store, self._round, self._round_number, self.nodes[1])
+        return self._round
+
+    def _read(self, store: Any, key: str, num_hosts: int) -> str:
+        """A value that another launcher is about to write. Asks again and again, since a read that waits holds up all
+        else that goes through the same connection, the signs of life first."""
+        deadline = time.monotonic() + _STORE_SECONDS
+        while not store.check([key]):
+            if (num_hosts > 1 and self._is_broken(num_hosts)) or time.monotonic() > deadline:
+                raise LauncherLost
+            time.sleep(0.02)
+        value: bytes = store.get(key)
+        return value.decode()
+
+    def _is_broken(self, num_hosts: int) -> bool:
+        """Whether a launcher is missing in the round that was just formed."""
+        self.handler.num_nodes_waiting()  # looks, at most once a second
+        state = self.handler._state_holder.state
+        return state.round != self._round_number or len(state.participants) < num_hosts
+
+    def _plan(self, hosts: list[dict[str, Any]], strategy: str, schedule: str | None) -> dict[str, Any]:
+        """What the first launcher of a round decides for all of them."""
+        counts = [host["processes"] for host in hosts]
+        try:
+            layout, spares = fit(strategy, sum(counts), max(counts), schedule)
+            used, name = sum(counts) - spares, layout.name
+        except StrategyError:
+            used, name = 0, strategy  # all of them wait for more to come
+        attempt = self._store.add("attempts", 1)
+        # A store of its own for each world: the addresses of dead ranks would be found in an old one.
+        self._ranks_store = TCPStore(self.address, 0, None, True, wait_for_workers=False)
+        return {
+            "attempt": attempt,
+            "processes": counts,
+            "size": sum(counts),
+            "used": used,
+            "strategy": name,
+            "address": self.address,
+            "port": self._ranks_store.port,
+            "resume": attempt > 1 or any(host["resume"] for host in hosts),
+        }
+
+    def news(self) -> News:
+        return self._watch.news if self._watch is not None else News()
+
+    def tell(self, fate: Fate) -> None:
+        """Tell the other launchers of this round how it ended here."""
+        if self._round is not None and not self.is_alone:
+            key = f"fate/{self._round.host}"
+            self._try(lambda: self._round_store.set(key, json.dumps(asdict(fate))))
+
+    def stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Go, and let the others go on. Without it, they find out by themselves in three seconds."""
+
+        def go() -> None:
+            self.stop_watching()
+            self.handler._stop_heartbeats()
+            self.handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _PARTING_SECONDS)
+
+        self._try(go)
+
+    def close(self, kind: str, headline: str) -> None:
+        """The job is over: nobody can join it any more, and its name is free for another one at the same store."""
+
+        def end() -> None:
+            self.stop_watching()
+            self.agree("ending", json.dumps([kind, headline]))
+            self.handler.shutdown()
+            following = str(int(self._generation) + 1)
+            self._base.compare_set(f"rung/{self._name}/generation", self._generation, following)
+            self._part_as_keeper() if self.hosts_store else self._store.add("gone", 1)
+
+        self._try(end)
+
+    def _part_as_keeper(self) -> None:
+        """The store goes with this launcher: let the others read there how the job ended. They look every second."""
+        state = self.handler._state_holder.state
+        deadline = time.monotonic() + _PARTING_SECONDS / 2
+        while state.wait_list or state.redundancy_list or self._store.add("gone", 0) < self._num_others():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
+    def _num_others(self) -> int:
+        return self._round.num_hosts - 1 if self._round is not None else 0
+
+    def ending(self) -> tuple[str, str]:
+        """How the job ended that was found closed."""
+        if not self._store.check(["ending"]):
+            return "failed", "it was closed"
+        kind, headline = json.loads(self._store.get("ending"))
+        return kind, headline
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Something that matters less than to come to an end: the network may be cut, and the store gone."""
+
+        def call() -> None:
+            with contextlib.suppress(Exception):
+                work()
+
+        thread = threading.Thread(target=call, name="rung-parting", daemon=True)
+        thread.start()
+        thread.join(_PARTING_SECONDS)
+
+
+class _Watch:
+    """Looks at the rendezvous and at the others' fates, in a thread: a network that is cut lets no call return."""
+
+    def __init__(self, handler: Any, store: Any, round_: Round, number: int, max_hosts: int) -> None:
+        self.news = News()
+        self._handler, self._store, self._round, self._number = handler, store, round_, number
+        self._max_hosts = max_hosts
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="rung-meeting", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        fates: dict[int, Fate] = {}
+        while not self._stop.wait(_LOOK_SECONDS):
+            try:
+                waiting = self._handler.num_nodes_waiting()
+                state = self._handler._state_holder.state
+                gone = state.round != self._number or len(state.participants) < self._round.num_hosts
+                for host in set(range(self._round.num_hosts)) - {self._round.host, *fates}:
+                    if self._store.check([f"fate/{host}"]):
+                        fates[host] = Fate(**json.loads(self._store.get(f"fate/{host}")))
+                # A launcher for which there is no room may stand in the list, too.
+                room = self._max_hosts - self._round.num_hosts
+                self.news = News(min(waiting, room), gone, dict(fates))
+            except Exception:
+                # The store is out of reach. As long as the ranks get on, that is no reason to disturb them.
+                continue
+
+
+def open_meeting(endpoint: str | None, name: str, nodes: tuple[int, int], say: Callable[[str], None]) -> Meeting:
+    """Go to where the launchers of a job meet; the one whose machine it is keeps the store, unless somebody does."""
+    # The ranks' store is made anew for each world, not shared with the agents.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    timeout = timedelta(seconds=_STORE_SECONDS)
+    if endpoint is None:
+        store = TCPStore("127.0.0.1", 0, None, True, timeout=timeout, wait_for_workers=False)
+        return Meeting(store, name, nodes, "127.0.0.1", None, True)
+    host, port = split_endpoint(endpoint)
+    address = address_towards(host, port)
+    is_ours = address == resolve_host(host, port)
+    if is_ours and not answers(host, port):
+        with contextlib.suppress(RuntimeError):  # another launcher of this machine was quicker
+            store = TCPStore(host, port, None, True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+            return Meeting(store, name, nodes, address, endpoint, True)
+    started, told = time.monotonic(), False
+    while not answers(host, port):
+        if not told and time.monotonic() > started + 3:
+            say(f"waiting for somebody at {endpoint}")
+            told = True
+        time.sleep(0.2)
+    return Meeting(_connect(host, port), name, nodes, address, endpoint, False)
+
+
+def _connect(host: str, port: int) -> Any:
+    return TCPStore(host, port, None, False, timeout=timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)

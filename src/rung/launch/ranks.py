@@ -1,0 +1,105 @@
+"""The ranks of this machine as the operating system knows them: who lives, who died when, and the end of all."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from rung.processes import is_running
+from rung.status import RankStatus, StatusBoard
+
+# How long a finished rank may take to leave. Its results are written; threads of the task may be at their last words.
+LEAVE_SECONDS = 10.0
+
+
+class Ranks:
+    """The processes of one world on this machine.
+
+    A rank's word counts: it has finished when its slot of the status board says so, and one that ends before has
+    failed, whatever its exit code.
+    """
+
+    def __init__(self, board: StatusBoard) -> None:
+        self.board = board
+        self.deaths: dict[int, float] = {}  # when each was first seen dead, of those that were not ended from here
+        self._pids: dict[int, int] = {}
+        self._processes: dict[int, BaseProcess] = {}
+        self._others = set(multiprocessing.active_children())
+        self._ending = False
+
+    def started(self, processes: dict[int, BaseProcess]) -> None:
+        self._processes = processes
+        self._pids = {rank: process.pid for rank, process in processes.items() if process.pid is not None}
+
+    def look(self) -> None:
+        """Note who has died since the last look."""
+        if not self._ending:
+            now = time.time()
+            self.deaths |= {r: now for r, pid in self._pids.items() if r not in self.deaths and not is_running(pid)}
+
+    @property
+    def local(self) -> dict[int, RankStatus]:
+        return {rank: self.board.read(rank) for rank in self._pids}
+
+    def all_gone(self) -> bool:
+        return len(self.deaths) == len(self._pids)
+
+    def lost(self) -> bool:
+        """Whether a rank has ended that had not left in good order. A spare is no loss."""
+        return any(not (s := self.board.read(rank)).left and s.phase != "spare" for rank in self.deaths)
+
+    def all_left(self) -> bool:
+        """Whether no rank works any more, and not because there was none to work."""
+        found = [status for status in self.local.values() if status.phase != "spare"]
+        return bool(found) and all(status.left for status in found)
+
+    def finished(self) -> bool:
+        return self.all_left() and all(s.finished for s in self.local.values() if s.phase != "spare")
+
+    def only_spares(self) -> bool:
+        return all(status.phase == "spare" for status in self.local.values())
+
+    def may_still_leave(self) -> bool:
+        """Whether a process that has said its last word is still there."""
+        return any(self.board.read(rank).left for rank in set(self._pids) - set(self.deaths))
+
+    def step(self) -> int:
+        """How far the job has come."""
+        return max((status.step for status in self.local.values()), default=0)
+
+    def statuses(self) -> list[RankStatus]:
+        return [self.board.read(rank) for rank in range(self.board.num_ranks)]
+
+    def exit_codes(self) -> dict[int, int | None]:
+        """The exit codes of the ranks that ended by themselves; negative ones are signals."""
+        for rank in self.deaths:
+            self._processes[rank].join(1)
+        return {rank: self._processes[rank].exitcode for rank in self.deaths}
+
+    def end(self) -> None:
+        """Kill what is left of every rank, and of the processes that it started.
+
+        Not asked politely: a rank may be inside a collective that never returns, and its Python does not run there.
+        """
+        self.look()
+        self._ending = True
+        for rank, pid in self._pids.items():
+            if rank not in self.deaths:
+                _kill(os.kill, pid)
+            _kill(os.killpg, pid)  # each rank leads a group of its own
+        # A rank whose start was interrupted is known to nobody but the list of children.
+        children = set(multiprocessing.active_children()) - self._others
+        for child in children:
+            child.kill()
+        for child in children:
+            child.join(LEAVE_SECONDS)
+
+
+def _kill(how: Any, pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        how(pid, signal.SIGKILL)

@@ -1,0 +1,141 @@
+"""Going on with a run: which directory, with which settings, and what may not differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rung.config import SETTINGS, Resolved, RunConfig, read_toml
+from rung.errors import ConfigError
+from rung.strategy import Layout
+from rung.task import ROLES, Task
+
+CONFIG = "config.toml"
+# What the numbers follow from. All else may differ: how the task is spread is not part of the result.
+_FIXED = ("batch_size", "seed", "shuffle")
+_HEADING = re.compile(r"# rung \S+: (.*?), ")
+
+
+def find_run(task: Task, resume: str | bool, out: str | None) -> Path:
+    """The directory of the run to go on with: the one named, the one of --out, or the newest of this task."""
+    if isinstance(resume, str) and out is not None and Path(resume).resolve() != Path(out).resolve():
+        raise ConfigError(f"--resume {resume} and --out {out} are two directories. A run goes on in its own.")
+    named = resume if isinstance(resume, str) else out
+    if named is not None:
+        folder = Path(named)
+        if not (folder / CONFIG).exists():
+            raise ConfigError(f"there is no run in {folder}: it has no {CONFIG}.")
+        owner = _task_of(folder)
+        if owner not in (None, task.name):
+            raise ConfigError(f"{folder} is a run of the task {owner!r}, not of {task.name!r}.")
+        return folder
+    found = [path.parent for path in Path("runs").glob(f"*/{CONFIG}") if _task_of(path.parent) == task.name]
+    if not found:
+        raise ConfigError(
+            f"there is no run of {task.name!r} to go on with: looked in {Path('runs').resolve()}. "
+            "Name its directory: --resume RUN."
+        )
+    return max(found, key=lambda folder: (folder / CONFIG).stat().st_mtime)
+
+
+def _task_of(folder: Path) -> str | None:
+    with (folder / CONFIG).open(encoding="utf-8") as file:
+        match = _HEADING.match(file.readline())
+    return match.group(1) if match else None
+
+
+def settings_of(folder: Path, given: set[str]) -> dict[str, Any]:
+    """The settings of a run, as defaults for those `given` anew."""
+    found = read_toml(folder / CONFIG)
+    known = {key: value for key, value in found.items() if key in SETTINGS or key.partition(".")[0] in ROLES}
+    if given & {"steps", "epochs"}:  # one answer to the question how long
+        known = {key: value for key, value in known.items() if key not in ("steps", "epochs")}
+    if "strategy" in given:  # these are details of the old one
+        for key in ("schedule", "split"):
+            known.pop(key, None)
+    if "nnodes" in given:
+        known.pop("rdzv", None)
+    return known
+
+
+def fit_to_layout(resolved: Resolved, layout: Layout) -> Resolved:
+    """Without those settings of the old run that mean nothing in a new layout."""
+    useless = {
+        "schedule": layout.pp == 1,
+        "split": layout.pp == 1,
+        "sequence_parallel": layout.tp == 1,
+        "offload": not layout.shards_parameters,
+    }
+    dropped: dict[str, Any] = {
+        k: SETTINGS[k].default for k, useless_now in useless.items() if useless_now and _is_old(resolved, k)
+    }
+    return replace(resolved, config=replace(resolved.config, **dropped))
+
+
+def _is_old(resolved: Resolved, key: str) -> bool:
+    return resolved.origins.get(key) == "run"
+
+
+def refuse_differences(task: Task, resolved: Resolved, base: Mapping[str, Any], folder: Path) -> None:
+    """What would change the numbers may not differ."""
+    config = resolved.config
+    for key in _FIXED:
+        _compare(folder, key, base.get(key, SETTINGS[key].default), getattr(config, key))
+    old = base.get("precision", SETTINGS["precision"].default)
+    if (old == "fp64") != (config.precision == "fp64"):
+        _compare(folder, "precision", old, config.precision)
+    defaults = task.arguments()
+    for key, value in resolved.arguments.items():
+        _compare(folder, key, base.get(key, defaults.get(key)), value)
+
+
+def _compare(folder: Path, key: str, old: Any, new: Any) -> None:
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple):
+        old, new = list(old), list(new)
+    if old != new:
+        told = "not set" if old is None else f"{old!r}"
+        raise ConfigError(
+            f"the run in {folder} has {key} = {told}, and {new!r} would change its numbers. Leave it as it is, "
+            "or start a new run."
+        )
+
+
+def new_length(base: Mapping[str, Any], config: RunConfig) -> str | None:
+    """What to say if the run is to end elsewhere than it was."""
+    old = {key: base.get(key) for key in ("steps", "epochs")}
+    new = {"steps": config.steps, "epochs": config.epochs}
+    if old == new:
+        return None
+    return f"the run now ends after {_length(new)}, not {_length(old)}; a learning-rate schedule follows the new total"
+
+
+def _length(limits: Mapping[str, Any]) -> str:
+    return " or ".join(f"{value} {key}" for key, value in limits.items() if value is not None) or "1 epochs"
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run came to its end, as its metrics tell."""
+    last = None
+    try:
+        with (folder / "metrics.jsonl").open(encoding="utf-8") as file:
+            for line in file:
+                if line.startswith(('{"event": "start"', '{"event": "resume"', '{"event": "end"')):
+                    last = line
+    except FileNotFoundError:
+        return False
+    try:
+        return last is not None and json.loads(last)["event"] == "end"
+    except ValueError:  # it was cut short
+        return False
+
+
+def keep_old_settings(folder: Path) -> None:
+    """config.toml becomes config.1.toml, and so on."""
+    numbers = [
+        int(path.name.split(".")[1]) for path in folder.glob("config.*.toml") if path.name.split(".")[1].isdigit()
+    ]
+    (folder / CONFIG).rename(folder / f"config.{max(numbers, default=0) + 1}.toml")

@@ -1,0 +1,46 @@
+"""The process that ranks are forked from: it has imported torch before the first of them is wanted."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+from multiprocessing import forkserver, resource_tracker
+
+# What every rank would import for itself. Any optimizer imports dynamo when it is made, which takes a second.
+_PRELOADED = [
+    "rung.launch.rank",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+]
+# Born with these blocked: the server ignores Ctrl-C by itself only once it has imported everything, and a polite
+# request to end that reaches every process of the job must not end it, since the ranks would end with it.
+SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def warm_up() -> None:
+    """Start the server in the background: it imports torch while the launcher does, too."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    # The tracker comes first, because starting it unblocks the signals again.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
+    atexit.register(cool_down)
+
+
+def cool_down() -> None:
+    """End the server with the launcher, not a moment after; a rank that nobody knows of ends with it."""
+    server = getattr(forkserver, "_forkserver", None)
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

@@ -1,0 +1,217 @@
+"""What ranks tell each other beside the training: whether to stop, and how long each took for its own part of a step.
+
+A request to stop reaches ranks at different moments, but they must leave after the same step. So the ranks exchange a
+few numbers, in the background and on a process group of their own, and every rank draws the same conclusion from them
+in the same call. How often they do so follows from the numbers themselves: with quick steps not in each one, because
+even a small message costs a fraction of a millisecond; with slow ones in each, and the answer is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rung.status import StatusWriter
+from rung.world import World
+
+PHASES = ("data", "forward", "backward", "update")
+_RHYTHM_SECONDS = 0.25  # how far apart exchanges are about to be, where steps are quicker than that
+_MAX_CALLS = 32  # between two exchanges, in case steps become slow all at once
+_LONG_SECONDS = 0.5  # of a call: then the answer is waited for, since the next call is far away
+_STOP, _ELAPSED, _BEATS, _SUMS = 0, 1, 2, 3  # what a rank sends: the sums of its phases' seconds come last
+# A rank is slow in a phase if it takes so much longer than its peers, in most of the last exchanges.
+_FLOOR_SECONDS = 0.005
+_FACTOR = 1.5
+_FACTOR_OF_STAGES = 2.5  # between ranks that do not do the same work
+_PART_OF_STEP = 0.1
+_WINDOW = 6
+_MOST = 5
+_SILENT_SECONDS = 60.0  # before the same thing is said again
+_LOOK_SECONDS = 1.0  # between two looks at who is slow
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that takes clearly longer than its peers, in time of its own: waiting for others does not count."""
+
+    rank: int
+    phase: str
+    seconds: float
+    others_seconds: float  # the median of its peers
+
+    def __str__(self) -> str:
+        own, others = _milliseconds(self.seconds), _milliseconds(self.others_seconds)
+        return f"rank {self.rank} is slow: {own} ms in {self.phase}, the others take {others} ms"
+
+
+class Pulse:
+    """One rank's part in the exchange. All ranks make it at the same place, and call it at the same places."""
+
+    def __init__(self, world: World, status: StatusWriter) -> None:
+        self._world, self._status = world, status
+        self._exchange = _Exchange(world) if world.size > 1 and not world.pretend else None
+        self._agreed = False
+        self._calls, self._every, self._waits = 0, 1, True
+        self._sums = [0.0] * len(PHASES)
+        self._beats = 0
+        self._started = time.perf_counter()
+        self._rows: deque[list[list[float]]] = deque(maxlen=_WINDOW)  # of each exchange and rank, as they were sent
+        self._looked = -_LOOK_SECONDS
+        self._peers = _Peers(world)
+        self._slow: set[tuple[int, str]] = set()
+        self._said: dict[tuple[int, str], float] = {}
+
+    def beat(self, step: int, seconds: Mapping[str, float]) -> bool:
+        """Once a step: this rank's own seconds by phase. True, in the same call on every rank, when all shall stop."""
+        for index, phase in enumerate(PHASES):
+            self._sums[index] += seconds.get(phase, 0.0)
+        self._beats += 1
+        return self._call(due=self._calls + 1 >= self._every)
+
+    def check(self) -> bool:
+        """The same agreement at other places that all ranks pass alike: windows of an evaluation, before a step."""
+        self._status.touch()  # whoever watches sees that this rank came forward
+        agreed = self._call(due=True)
+        self._every = 1  # the calls that follow may be of another kind
+        return agreed
+
+    def slow(self) -> list[SlowRank]:
+        """Who is slow just now."""
+        return self._peers.compare(np.array([[_of_a_step(row) for row in rows] for rows in self._rows]))
+
+    def slow_lines(self) -> list[str]:
+        """What is to be said of slow ranks since the last call, on the main rank: one line when it begins."""
+        now = time.monotonic()
+        if not self._world.is_main or now < self._looked + _LOOK_SECONDS:
+            return []
+        self._looked = now
+        before, found = self._slow, self.slow()
+        self._slow = {(slow.rank, slow.phase) for slow in found}
+        lines = []
+        for slow in found:
+            key = (slow.rank, slow.phase)
+            if key not in before and now >= self._said.get(key, -_SILENT_SECONDS) + _SILENT_SECONDS:
+                self._said[key] = now
+                lines.append(str(slow))
+        return lines
+
+    def seconds(self) -> list[dict[str, float]]:
+        """Each rank's own seconds by phase, of a step as of the last exchange. Empty before the first."""
+        last = self._rows[-1] if self._rows else []
+        return [dict(zip(PHASES, _of_a_step(row), strict=True)) for row in last]
+
+    def close(self) -> None:
+        """At the end, by all ranks, so that none goes while another still listens."""
+        if self._exchange is not None and self._exchange.pending:
+            self._exchange.finish()
+
+    def _call(self, *, due: bool) -> bool:
+        if self._world.pretend:
+            return False
+        if self._exchange is None:
+            self._agreed = self._agreed or self._status.stop_requested()
+            return self._agreed
+        self._calls += 1
+        if self._exchange.pending:
+            self._take(self._exchange.finish())
+        if due or self._waits:
+            elapsed = (time.perf_counter() - self._started) / self._calls
+            self._exchange.start([float(self._status.stop_requested()), elapsed, float(self._beats), *self._sums])
+            self._begin_anew()
+            if self._waits:
+                self._take(self._exchange.finish())
+        return self._agreed
+
+    def _begin_anew(self) -> None:
+        self._calls, self._beats = 0, 0
+        self._sums = [0.0] * len(PHASES)
+        self._started = time.perf_counter()
+
+    def _take(self, rows: list[list[float]]) -> None:
+        """Conclude from what all ranks have. Nothing here may depend on anything else, or they would disagree."""
+        self._agreed = self._agreed or any(row[_STOP] > 0 for row in rows)
+        longest = max(row[_ELAPSED] for row in rows)
+        self._waits = longest >= _LONG_SECONDS
+        self._every = max(1, min(_MAX_CALLS, int(_RHYTHM_SECONDS / max(longest, 1e-9))))
+        if rows[0][_BEATS]:
+            self._rows.append(rows)
+
+
+class _Exchange:
+    """A small all-gather in the background. Its tensors are used in turn, since one of them may still be in flight."""
+
+    def __init__(self, world: World) -> None:
+        self._group = world.host_group()
+        width = _SUMS + len(PHASES)
+        self._own = [torch.zeros(width, dtype=torch.float64) for _ in range(2)]
+        self._all = [torch.zeros(world.size, width, dtype=torch.float64) for _ in range(2)]
+        self._parts = [list(rows.unbind()) for rows in self._all]
+        self._work: dist.Work | None = None
+        self._turn = 0
+
+    @property
+    def pending(self) -> bool:
+        return self._work is not None
+
+    def start(self, values: list[float]) -> None:
+        assert self._work is None
+        self._turn = 1 - self._turn
+        self._own[self._turn].numpy()[:] = values
+        # The group's own method: what `dist.all_gather` does around it costs as much again.
+        self._work = self._group.allgather([self._parts[self._turn]], [self._own[self._turn]])
+
+    def finish(self) -> list[list[float]]:
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        rows: list[list[float]] = self._all[self._turn].tolist()
+        return rows
+
+
+class _Peers:
+    """Who is compared with whom: ranks of the same stage, which do the same work; all, where a stage has but one."""
+
+    def __init__(self, world: World) -> None:
+        stages = [world.layout.coordinates(rank)["pp"] for rank in range(world.size)]
+        groups = [[r for r, stage in enumerate(stages) if stage == wanted] for wanted in sorted(set(stages))]
+        self._groups = [(group, _FACTOR) for group in groups]
+        if all(len(group) == 1 for group in groups):
+            self._groups = [(list(range(world.size)), _FACTOR_OF_STAGES if len(groups) > 1 else _FACTOR)]
+
+    def compare(self, seconds: np.ndarray[Any, Any]) -> list[SlowRank]:
+        """From (exchanges, ranks, phases). A phase counts if the step as a whole is longer by it, too: where a rank
+        has to wait inside a phase for another in ways that nobody measures, it gains in one what it loses elsewhere."""
+        if len(seconds) < _MOST:
+            return []
+        found = []
+        for group, factor in self._groups:
+            if len(group) == 1:
+                continue
+            for place, rank in enumerate(group):
+                own = seconds[:, rank]
+                others = np.median(seconds[:, group[:place] + group[place + 1 :]], axis=1)
+                step, others_step = own.sum(axis=1), others.sum(axis=1)
+                excess = own - others
+                floor = np.maximum(_FLOOR_SECONDS, _PART_OF_STEP * others_step)[:, None]
+                slow = (excess > floor) & (own > factor * others) & ((step - others_step)[:, None] > 0.5 * excess)
+                for index in np.flatnonzero(slow.sum(axis=0) >= _MOST):
+                    own_median, others_median = float(np.median(own[:, index])), float(np.median(others[:, index]))
+                    found.append(SlowRank(rank, PHASES[index], own_median, others_median))
+        return found
+
+
+def _of_a_step(row: list[float]) -> list[float]:
+    """A rank's seconds by phase, from what it sent."""
+    return [total / row[_BEATS] for total in row[_SUMS:]]
+
+
+def _milliseconds(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

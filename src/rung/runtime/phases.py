@@ -1,0 +1,104 @@
+"""How long this rank itself took for each phase of a step: the time that passed, without that spent waiting for others.
+
+When one rank is slow, all ranks need the same time for a step, because the others wait for it in the next collective.
+What tells it from them is its time before it comes there. So waits are measured while a step runs: those of Python
+pass through two functions of torch, which are exchanged for that long, and DDP's, in C++, begin when backward has
+nothing left to compute. On a GPU these are figures of the host, which goes ahead of its device.
+"""
+
+from __future__ import annotations
+
+import time
+from threading import get_ident
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.autograd import Variable
+
+
+class PhaseClock:
+    """Use as a context manager around each step. With `waits` off, nobody is waited for and nothing is exchanged."""
+
+    def __init__(self, *, waits: bool, functional_waits: bool) -> None:
+        self._waits, self._functional_waits = waits, waits and functional_waits
+        self._seconds: dict[str, float] = {}
+        self._phase: str | None = None
+        self._runs = False
+        self._since = 0.0
+        self._waited = 0.0
+        self._computed: float | None = None
+        self._thread = 0
+        # Bound once: what is exchanged in each step is the same object.
+        self._originals: tuple[Any, Any] = (dist.Work.wait, functional.wait_tensor)
+        self._replacements = (self._timed(dist.Work.wait), self._timed(functional.wait_tensor))
+
+    def seconds(self) -> dict[str, float]:
+        """Of the last step, by phase."""
+        return dict(self._seconds)
+
+    def enter(self, phase: str) -> None:
+        if not self._runs:  # a pipeline passes its phases in evaluation, too
+            return
+        now = time.perf_counter()
+        self._close(now)
+        self._phase, self._since, self._waited = phase, now, 0.0
+
+    def begin(self, data_seconds: float) -> PhaseClock:
+        self._seconds = {"data": data_seconds, "forward": 0.0, "backward": 0.0, "update": 0.0}
+        return self
+
+    def __enter__(self) -> PhaseClock:
+        self._runs, self._phase, self._computed, self._thread = True, None, None, get_ident()
+        if self._waits:
+            dist.Work.wait = self._replacements[0]  # type: ignore[method-assign]
+        if self._functional_waits:
+            functional.wait_tensor = self._replacements[1]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._waits:
+            dist.Work.wait = self._originals[0]  # type: ignore[method-assign]
+        if self._functional_waits:
+            functional.wait_tensor = self._originals[1]
+        self._close(time.perf_counter())
+        self._runs = False
+
+    def expect_reduction(self, loss: Tensor) -> None:
+        """Before a backward at whose end DDP waits for all ranks. Follow it by `reduced`.
+
+        The engine calls what was queued during backward at its end, in the order in which it was queued. Ours is queued
+        at the very beginning, DDP's, which waits, when the last gradient is there.
+        """
+        if self._waits and loss.requires_grad:
+            loss.register_hook(self._queue_mark)  # type: ignore[no-untyped-call]
+
+    def reduced(self) -> None:
+        if self._computed is not None:
+            self._waited += time.perf_counter() - self._computed
+            self._computed = None
+
+    def _queue_mark(self, gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(self._mark)
+
+    def _mark(self) -> None:
+        self._computed = time.perf_counter()
+
+    def _close(self, now: float) -> None:
+        if self._phase is not None:
+            self._seconds[self._phase] += max(0.0, now - self._since - self._waited)
+
+    def _timed(self, wait: Any) -> Any:
+        clock = time.perf_counter
+
+        def timed_wait(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != self._thread:  # a thread that saves in the background
+                return wait(*args, **kwargs)
+            started = clock()
+            try:
+                return wait(*args, **kwargs)
+            finally:
+                self._waited += clock() - started
+
+        return timed_wait

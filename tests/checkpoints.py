@@ -1,0 +1,100 @@
+"""Runs in legs: each goes on from the checkpoint of the one before, under whatever strategy it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rung.checkpoint import Sites, restore
+from rung.config import RunConfig
+from rung.keeper import Keeper, find_state
+from rung.runtime import build_runtime
+from rung.strategy import parse
+from rung.task import Task
+from rung.train import dropout_seed, make_batches, make_eval_batches, position_of, run
+from rung.world import environment_size, open_world
+from tests.harness import on_ranks
+
+
+@dataclass
+class Leg:
+    """What a rank saw of its part of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    start: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Recorder:
+    """Keeps what an observer is told."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.saves: list[Any] = []
+
+    def on_start(self, facts: Any, step: int) -> None: ...
+    def on_steps(self, records: Any) -> None:
+        self.losses += [record.loss for record in records]
+
+    def on_evaluation(self, record: Any) -> None: ...
+    def on_checkpoint(self, record: Any) -> None:
+        self.saves.append(record)
+
+    def on_end(self, facts: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+def one_leg(make_task: Callable[[], Task], strategy: str, config: RunConfig, folder: str, until: int) -> Leg:
+    """This rank's part of a leg: from the newest checkpoint in `folder` to step `until`, which is saved there."""
+    task = make_task()
+    layout = parse(strategy, environment_size())
+    with open_world(layout, device=config.device, backend=config.backend, timeout_seconds=60) as world:
+        run_dir = Path(folder)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        sites = Sites(world, run_dir)
+        checkpoint = find_state(run_dir, sites, resume=True)
+        start = position_of(checkpoint)
+        batches = make_batches(task, config, world, start_step=start.step)
+        total = batches.total_steps
+        runtime = build_runtime(task, world, config, total_steps=total, seeded=checkpoint is None)
+        torch.manual_seed(dropout_seed(config.seed, world))
+        if checkpoint is not None:
+            restore(runtime, checkpoint, seed=config.seed)
+        leg = replace(config, steps=until)
+        windows = make_batches(task, leg, world, start_step=start.step)
+        leg = replace(leg, log_every=1, checkpoint_every=config.checkpoint_every or 10**9)
+        keeper = Keeper(run_dir, runtime, sites, leg, {}, start)
+        seen = Recorder()
+        run(
+            runtime,
+            windows,
+            world=world,
+            config=leg,
+            observers=[seen],
+            evaluation=(lambda: make_eval_batches(task, config, world)) if config.eval_every != "never" else None,
+            keeper=keeper,
+            start=start,
+        )
+        keeper.close()
+        state = {name: value.numpy() for name, value in runtime.named_weights()}
+        assert not [record.error for record in seen.saves if record.error]
+        return Leg(seen.losses, start.step, state, runtime.notes)
+
+
+def legs(
+    make_task: Callable[[], Task], config: RunConfig, folder: Path, plan: list[tuple[str, int, int]]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Run (strategy, ranks, until) after each other; the losses of all steps, and the weights in the end."""
+    losses: list[float] = []
+    state: dict[str, Any] = {}
+    for strategy, num_ranks, until in plan:
+        results = on_ranks(one_leg, num_ranks, make_task, strategy, config, str(folder), until)
+        assert results[0].start == len(losses)
+        losses += results[0].losses
+        state = results[0].state
+    return losses, {name: torch.as_tensor(value) for name, value in state.items()}

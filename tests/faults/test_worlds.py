@@ -1,0 +1,105 @@
+"""The world changes under a run: ranks and machines are lost, join and are cut off. The numbers do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.harness import COMPARABLE, Launched, examine, reference
+from tests.faults.hosts import Hosts, possible
+
+_LIMIT = 90.0
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
+
+
+def _arguments(strategy: str, *more: str) -> list[str]:
+    return ["--strategy", strategy, "--checkpoint-every", "4", "--set", "log_every=1", *COMPARABLE, *more]
+
+
+def _wait(condition: Callable[[], object], what: str, *jobs: Launched) -> None:
+    deadline = time.monotonic() + _LIMIT
+    while not condition():
+        told = "\n".join(job.output()[-2000:] for job in jobs)
+        assert time.monotonic() < deadline, f"waited in vain for {what}:\n{told}"
+        time.sleep(0.02)
+
+
+def _at_step(job: Launched, step: int) -> bool:
+    return any(row["event"] == "step" and row["step"] >= step for row in job.rows())
+
+
+def _worlds(job: Launched) -> list[int]:
+    """How many ranks took part, from one start to the next."""
+    return [row["ranks"] for row in job.rows() if row["event"] in ("start", "resume")]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pp2,ddp"])
+def test_a_rank_dies_and_one_joins(tmp_path: Path, references: Path, strategy: str) -> None:
+    """One machine: the run goes on with one rank fewer, and with one more when asked. Spares wait where it must."""
+    known = reference(references, "single", 1, *COMPARABLE)
+    job = Launched(tmp_path, _arguments(strategy, "--nproc", "2:4"), num_ranks=4)
+    try:
+        _wait(lambda: _at_step(job, 6), "step 6", job)
+        os.kill(job.pid(1) or 0, signal.SIGKILL)
+        _wait(lambda: len(_worlds(job)) == 2 and _at_step(job, 12), "a smaller world", job)
+        scale = [sys.executable, "-m", "rung.cli", "scale", str(job.run_dir), "4"]
+        subprocess.run(scale, check=True, capture_output=True)
+        before = max(row["step"] for row in job.rows() if row["event"] == "step")
+        _wait(lambda: len(_worlds(job)) == 3, "a larger world", job)
+        _wait(job.over, "the end", job)
+        assert not examine(job, known, tolerance=1e-9)
+        assert _worlds(job) == ([4, 3, 4] if strategy == "fsdp" else [4, 2, 4])
+        assert ("waits as a spare" in job.output()) == (strategy != "fsdp")
+        resumed = [row["step"] for row in job.rows() if row["event"] == "resume"]
+        assert resumed[1] >= before, "a graceful change loses no step"
+    finally:
+        job.close()
+
+
+@pytest.mark.skipif(not possible(), reason="network namespaces need root")
+def test_a_machine_is_cut_off_and_comes_back(tmp_path: Path, references: Path) -> None:
+    """Two machines that share no disk. The cable between them is pulled, and plugged in again."""
+    known = reference(references, "single", 1, *COMPARABLE)
+    with Hosts(3) as hosts:
+        port = 29517
+        store = subprocess.Popen(
+            [*hosts.prefix(2), sys.executable, "-m", "rung.cli", "rdzv", str(port)], start_new_session=True
+        )
+        meet = f"{hosts.address(2)}:{port}"
+        more = ("--nproc", "1", "--nnodes", "1:2", "--rdzv", meet, "--timeout", "5", "--set", "model.pause=0.1")
+        jobs = [
+            Launched(tmp_path / str(n), _arguments("ddp", *more), num_ranks=2, prefix=hosts.prefix(n)) for n in range(2)
+        ]
+        try:
+            first = lambda: next((job for job in jobs if job.rows()), jobs[0])  # noqa: E731
+            _wait(lambda: any(2 in _worlds(job) for job in jobs), "two machines", *jobs)
+            main = next(job for job in jobs if 2 in _worlds(job))
+            _wait(lambda: _at_step(main, 8), "step 8", *jobs)
+            hosts.cut(1)
+            _wait(lambda: any(_worlds(job)[-1:] == [1] for job in jobs), "one machine", *jobs)
+            alone = next(job for job in jobs if _worlds(job)[-1:] == [1])
+            _wait(lambda: alone.rows()[-1]["event"] == "step", "a step alone", *jobs)
+            hosts.mend(1)
+            _wait(lambda: any(_worlds(job)[-1:] == [2] for job in jobs), "two machines again", *jobs)
+            _wait(lambda: len([job for job in jobs if job.over()]) == len(jobs), "the end", *jobs)
+            ended = [job for job in jobs if (job.run_dir / "model.safetensors").exists()]
+            assert ended, first().output()
+            for job in ended:
+                assert not examine(job, known, tolerance=1e-9)
+            assert [job.process.returncode for job in jobs] == [0, 0]
+        finally:
+            for job in jobs:
+                job.close()
+            store.kill()
+            store.wait()

@@ -1,0 +1,123 @@
+"""A slow rank is named with its phase, whatever the strategy: the others, which wait for it, are not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import rung.pulse
+from rung.config import RunConfig
+from rung.pulse import Pulse
+from rung.runtime import build_runtime
+from rung.status import StatusWriter
+from rung.strategy import parse
+from rung.task import Task
+from rung.train import make_batches
+from rung.world import environment_rank, environment_size, open_world
+from tests.harness import on_ranks
+
+SECONDS = 0.04
+PLACES = ("data", "forward", "backward", "update")
+slow_at = {"place": "", "rank": 0}
+
+
+def strike(place: str, seconds: float = SECONDS) -> None:
+    if slow_at["place"] == place and environment_rank() == slow_at["rank"]:
+        time.sleep(seconds)
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        strike("backward")
+        return gradient
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        strike("forward")
+        return SlowBackward.apply(self.down(self.up(x).relu()))
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Any:
+        strike("data", SECONDS / 2)
+        return torch.full((8,), index / 400), torch.zeros(8)
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        strike("update")
+        return super().step(closure)
+
+
+def slow_task() -> Task:
+    return Task(
+        model=lambda: nn.Sequential(Layer(), Layer()),
+        train_data=Numbers,
+        loss=lambda output, target: ((output - target) ** 2).mean(),
+        optimizer=lambda model: SlowSGD(model.parameters(), lr=1e-3),
+    )
+
+
+def name_slow_ranks(strategy: str, slow_rank: int, changes: dict[str, Any]) -> list[Any]:
+    """For each place: who was found slow while the rank slept there, and what all ranks took."""
+    size = environment_size()
+    rung.pulse._RHYTHM_SECONDS = 0.0  # an exchange in each step
+    config = RunConfig(**{"batch_size": 4, "steps": 40, "device": "cpu", "clip": 1.0, **changes})
+    task, found = slow_task(), []
+    with open_world(parse(strategy, size, size), device=config.device, backend=config.backend) as world:
+        batches = make_batches(task, config, world)
+        runtime = build_runtime(task, world, config, total_steps=40)
+        slow_at["rank"] = slow_rank
+        windows = runtime.place(batches)
+        for place in PLACES:
+            slow_at["place"] = place
+            next(windows)  # the one that was read ahead
+            pulse = Pulse(world, StatusWriter())
+            for step in range(8):
+                runtime.step(next(windows))
+                pulse.beat(step, runtime.phase_seconds())
+            found.append(([(slow.rank, slow.phase) for slow in pulse.slow()], pulse.seconds()))
+            pulse.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "slow_rank", "changes"),
+    [
+        ("ddp", 3, 2, {}),
+        ("ddp", 2, 0, {"micro_batch": 1}),
+        ("ddp", 2, 1, {"unused_parameters": "allow"}),
+        ("zero1", 2, 1, {}),
+        ("fsdp", 2, 1, {}),
+        ("fsdp", 2, 0, {"micro_batch": 1}),
+        ("zero2", 2, 1, {"micro_batch": 1}),
+        ("tp", 2, 1, {}),
+        ("pp", 2, 1, {"micro_batch": 2}),
+        ("pp2,ddp", 4, 3, {"micro_batch": 1}),
+    ],
+)
+def test_the_slow_rank_is_named_with_its_phase(
+    strategy: str, size: int, slow_rank: int, changes: dict[str, Any]
+) -> None:
+    outcomes = on_ranks(name_slow_ranks, size, strategy, slow_rank, changes)
+    for found in outcomes:
+        for place, (slow, seconds) in zip(PLACES, found, strict=True):
+            assert slow == [(slow_rank, place)], (place, slow, seconds)

@@ -1,0 +1,161 @@
+"""On which terms a job runs, without running one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from rung.config import RunConfig
+from rung.errors import ConfigError, EnvironmentProblem, StrategyError
+from rung.launch.elastic import Restarts, Terms, announce, retire, scale, terms_of, wanted_processes
+from rung.launch.network import address_towards, answers, interface_of, split_endpoint
+from rung.strategy import fit
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "name", "spares"),
+    [
+        ("ddp", 3, "ddp", 0),
+        ("fsdp", 1, "fsdp", 0),
+        ("pp2,fsdp", 3, "pp2,fsdp1", 1),
+        ("pp2,fsdp", 5, "pp2,fsdp2", 1),
+        ("pp2:zb,fsdp", 4, "pp2:zb,fsdp2", 0),
+        ("hsdp", 5, "hsdp2x2", 1),
+        ("hsdp2x2", 7, "hsdp2x2", 3),
+        ("tp2", 5, "tp2", 3),
+        ("single", 3, "single", 2),
+        ("pp2,fsdp,tp2", 11, "pp2,fsdp2,tp2", 3),
+    ],
+)
+def test_a_strategy_takes_the_processes_that_it_can_use(text: str, processes: int, name: str, spares: int) -> None:
+    layout, left = fit(text, processes)
+    assert (layout.name, left) == (name, spares)
+    assert fit(layout.name, processes - spares) == (layout, 0), "its name with sizes stands for the same"
+
+
+def test_hsdp_that_fits_shards_inside_a_host() -> None:
+    layout, spares = fit("hsdp", 9, 4)
+    assert (layout.name, spares) == ("hsdp2x4", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "words"),
+    [
+        ("pp2,fsdp", 1, ["at least 2", "1 cannot"]),
+        ("hsdp2x2", 3, ["at least 4"]),
+        ("nix", 4, ["no strategy 'nix'"]),
+        ("pp2:zb", 0, ["at least 2"]),
+    ],
+)
+def test_too_few_processes_are_refused(text: str, processes: int, words: list[str]) -> None:
+    with pytest.raises(StrategyError) as error:
+        fit(text, processes)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_schedule_that_contradicts_is_told_as_such() -> None:
+    with pytest.raises(StrategyError, match="Keep one of them"):
+        fit("pp2:zb", 3, None, "gpipe")
+
+
+# -- terms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "elastic"),
+    [
+        (RunConfig(nproc="4"), Terms((4, 4), max_restarts=0), False),
+        (RunConfig(), Terms((2, 2), max_restarts=0), False),
+        (RunConfig(nproc="2:4"), Terms((2, 4), max_restarts=3), True),
+        (RunConfig(nproc="4", max_restarts=2), Terms((4, 4), max_restarts=2), False),
+        (RunConfig(nproc="4", nnodes="2", rdzv="h:1"), Terms((4, 4), (2, 2), "h:1", 3), False),
+        (RunConfig(nproc="4", nnodes="1:2", rdzv="h:1", max_restarts=0), Terms((4, 4), (1, 2), "h:1", 0), True),
+    ],
+)
+def test_terms_follow_from_settings(config: RunConfig, expected: Terms, elastic: bool) -> None:
+    terms = terms_of(config, 2)
+    assert (terms.processes, terms.nodes, terms.rdzv) == (expected.processes, expected.nodes, expected.rdzv)
+    assert terms.max_restarts == expected.max_restarts
+    assert terms.is_elastic == elastic
+
+
+@pytest.mark.parametrize(
+    ("config", "word"), [(RunConfig(nnodes="1:2"), "--rdzv HOST:PORT"), (RunConfig(rdzv="h:1"), "--nnodes")]
+)
+def test_machines_need_a_place_to_meet(config: RunConfig, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        terms_of(config, 1)
+
+
+def test_restarts_are_counted_in_a_row_without_progress() -> None:
+    restarts = Restarts(2)
+    assert [restarts.after_failure(step) for step in (5, 5, 5)] == [True, True, False]
+    restarts = Restarts(2)
+    assert [restarts.after_failure(step) for step in (5, 3, 6, 6, 5)] == [True, True, True, True, False]
+    assert not Restarts(0).after_failure(100)
+
+
+# -- rung scale ------------------------------------------------------------------------------------------------------
+
+
+def test_a_running_job_is_asked_to_change_its_size(tmp_path: Path) -> None:
+    state = tmp_path / ".state"
+    state.mkdir()
+    announce(state, Terms((1, 4)))
+    assert wanted_processes(state) is None
+    assert "3 processes" in scale(tmp_path, 3)
+    assert wanted_processes(state) == 3
+    assert wanted_processes(state) is None, "it is asked once"
+    with pytest.raises(ConfigError, match="1 to 4 processes, not 5"):
+        scale(tmp_path, 5)
+    retire(state)
+    with pytest.raises(ConfigError, match="not a run that is running"):
+        scale(tmp_path, 2)
+
+
+def test_what_does_not_run_or_cannot_change_is_not_scaled(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run"):
+        scale(tmp_path / "nix", 2)
+    state = tmp_path / ".state"
+    state.mkdir()
+    announce(state, Terms((2, 2)))
+    with pytest.raises(ConfigError, match="--nproc MIN:MAX"):
+        scale(tmp_path, 2)
+    (state / "launcher").write_text(json.dumps({"pid": 2**22 + 1, "least": 1, "most": 2}))  # no such process
+    with pytest.raises(ConfigError, match="not a run that is running"):
+        scale(tmp_path, 2)
+
+
+def test_on_several_machines_the_launcher_of_this_one_is_asked(tmp_path: Path) -> None:
+    state = tmp_path / ".state" / f"127.0.0.1-{os.getpid()}"
+    state.mkdir(parents=True)
+    announce(state, Terms((1, 2)))
+    scale(tmp_path, 1)
+    assert wanted_processes(state) == 1
+
+
+# -- the network -----------------------------------------------------------------------------------------------------
+
+
+def test_the_own_address_is_the_one_that_reaches_the_meeting() -> None:
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
+    assert interface_of("127.0.0.1") in ("lo", None)
+    assert interface_of("203.0.113.7") is None, "nobody's"
+    assert split_endpoint("[::1]:80") == ("::1", 80) and split_endpoint("host:80") == ("host", 80)
+
+
+def test_a_name_that_does_not_resolve_is_told() -> None:
+    with pytest.raises(EnvironmentProblem, match="does not resolve"):
+        address_towards("no-such-host.invalid", 1)
+
+
+def test_whether_somebody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert answers("127.0.0.1", port)
+    assert not answers("127.0.0.1", port)
