@@ -7,8 +7,8 @@ A model of 400 MB and its Adam state (1.2 GB in all) is saved under ddp on 2 ran
 the model built without values, and each rank's part read from the files. The peak is the most memory that was resident
 at any moment (VmHWM, which is reset before), less what an idle rank has that took up a tiny model before.
 
-`by torch` is what a process needs that makes tensors of this rank's shapes and fills them, and reads no checkpoint: torch
-gives large tensors huge pages on some machines, which round up. What is above it is the price of loading.
+`by torch` is what a process needs that makes tensors of this rank's shapes and fills them, and reads no checkpoint:
+torch gives large tensors huge pages on some machines, which round up. What is above it is the price of loading.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=_RESULTS / "loading.json")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
+    made: dict[str, int] = {}  # most ranks have the same shapes
     table = Table(box=None, header_style="bold")
     for column in ("resumed under", "ranks", "share", "peak", "peak/share", "rank 0", "by torch", "above", "seconds"):
         table.add_column(column, justify="left" if column == "resumed under" else "right")
@@ -143,7 +144,10 @@ def main(arguments: list[str]) -> int:
             strategy, _, ranks = case.rpartition(":")
             found = on_ranks(load_on_rank, int(ranks), strategy, models)
             for rank in found:
-                rank["by_torch_bytes"] = on_ranks(make_by_torch, 1, rank.pop("shapes"))[0]
+                shapes = rank.pop("shapes")
+                if str(shapes) not in made:
+                    made[str(shapes)] = on_ranks(make_by_torch, 1, shapes)[0]
+                rank["by_torch_bytes"] = made[str(shapes)]
             rows.append({"strategy": strategy, "ranks": int(ranks), "each": found})
             worst = max(found, key=lambda rank: rank["peak_bytes"] / rank["share_bytes"])
             table.add_row(

@@ -12,10 +12,11 @@ import torch
 from rung.checkpoint import Sites, restore
 from rung.config import RunConfig
 from rung.keeper import Keeper, find_state
+from rung.loop import run
 from rung.runtime import build_runtime
 from rung.strategy import parse
 from rung.task import Task
-from rung.train import dropout_seed, make_batches, make_eval_batches, position_of, run
+from rung.train import dropout_seed, make_batches, make_eval_batches, position_of
 from rung.world import environment_size, open_world
 from tests.harness import on_ranks
 

@@ -9,9 +9,10 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.contenders.common import LOG_EVERY, Contender, Stopwatch
 from rung.config import resolve
+from rung.loop import run
 from rung.metrics import EvalRecord, StepRecord
 from rung.runtime import build_runtime
-from rung.train import make_batches, run
+from rung.train import make_batches
 from rung.world import World
 
 

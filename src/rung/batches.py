@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from rung.errors import DataError
 from rung.generators import Marks, restore_generators, save_generators, seed_generators
 from rung.order import Order, mix
-from rung.processes import die_with_parent, name_process
+from rung.processes import die_with_parent, leave_requests_to_parent, name_process
 
 
 @dataclass(frozen=True)
@@ -382,4 +382,5 @@ def _as_is(item: Any) -> Any:
 
 def _start_worker(worker_id: int) -> None:
     die_with_parent()
+    leave_requests_to_parent()
     name_process(f"data worker {worker_id}")  # how it is named in the report of a hang

@@ -206,6 +206,13 @@ def micro_batch_size(config: RunConfig, layout: Layout) -> int | None:
     return -(-config.batch_size // (layout.num_data_ranks * 2 * layout.num_stages))
 
 
+def half_micro_batch(config: RunConfig, layout: Layout) -> int | None:
+    """Half of what a rank takes at a time, if that can be halved."""
+    share = -(-config.batch_size // layout.num_data_ranks)
+    present = min(micro_batch_size(config, layout) or share, share)
+    return -(-present // 2) if present > 1 else None
+
+
 def check(key: str, value: Any) -> Any:
     """One setting's value, converted and within its limits."""
     meta = SETTINGS[key].metadata

@@ -99,11 +99,10 @@ class Keeper:
         if self._saver.last_step != position.step or position.evaluation_due:
             self._saver.save(position, wait=True)
 
-    def rescues(self, *, is_oom: bool) -> bool:
-        """Whether the state is worth saving when a step fails: where somebody is to go on from it."""
+    @property
+    def is_protected(self) -> bool:
+        """Whether the state is worth saving whenever a step fails: where somebody is to go on from it."""
         config = self._config
-        if is_oom and config.oom_retry:
-            return True
         restarts = config.max_restarts if config.max_restarts is not None else int(is_elastic(config))
         return config.checkpoint_every is not None or config.replicate_state or restarts > 0
 

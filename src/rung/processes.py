@@ -26,6 +26,12 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leave_requests_to_parent() -> None:
+    """A scheduler may ask every process of a job to end. One that serves another must outlive its last deeds."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _follow(process: multiprocessing.process.BaseProcess) -> None:
     process.join()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -7,11 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rung.config import RunConfig
+from rung.loop import run
 from rung.parallel.materialize import is_absent
 from rung.runtime import build_runtime
 from rung.strategy import parse
 from rung.task import Task
-from rung.train import make_batches, make_eval_batches, run
+from rung.train import make_batches, make_eval_batches
 from rung.world import pretend_world
 from tests.tasks import TASKS, TinyGPT, text_task
 

@@ -55,6 +55,7 @@ class RankAgent(LocalElasticAgent):
         self._restarts = Restarts(terms.max_restarts)
         self._ranks: Ranks | None = None
         self._round: Round | None = None
+        self._micro_batch: int | None = None  # that is left of the one asked for, after running out of memory
         self._reason = ""  # why the world is about to be formed again
         self._step, self._last_kind = 0, "failed"
 
@@ -106,6 +107,12 @@ class RankAgent(LocalElasticAgent):
                 return False
             self._reason = outcome.reason or self._who_stopped()
             return True
+        if outcome.smaller is not None:
+            self._micro_batch = outcome.smaller
+            samples = f"{outcome.smaller} sample{'s' if outcome.smaller > 1 else ''}"
+            self._reason = f"{outcome.headline}; {outcome.memory}; now in micro-batches of {samples}"
+            self._keep_report(outcome)
+            return True
         if outcome.is_final or not self._restarts.after_failure(outcome.step):
             self._meeting.close("failed", outcome.headline)
             return False
@@ -140,7 +147,7 @@ class RankAgent(LocalElasticAgent):
         resume = job.resume or self._round is not None
 
         def meet() -> Round:
-            return self._meeting.form(self._num_local, job.strategy, job.config.schedule, resume)
+            return self._meeting.form(self._num_local, job.strategy, job.config.schedule, resume, self._micro_batch)
 
         def say() -> None:
             if self._reason:
@@ -204,7 +211,11 @@ class RankAgent(LocalElasticAgent):
         seat = Seat(
             str(self._state), round_.size, round_.used, max(1, local_used), round_.attempt, self._meeting.interface
         )
-        spec.args = (replace(self._job, strategy=round_.strategy, resume=round_.resume), seat)
+        self._micro_batch = round_.micro_batch
+        config = self._job.config
+        if round_.micro_batch is not None:
+            config = replace(config, micro_batch=round_.micro_batch)
+        spec.args = (replace(self._job, strategy=round_.strategy, config=config, resume=round_.resume), seat)
         spec.local_world_size = round_.num_local
         spec.rdzv_handler = self._meeting.handler
         group.store = self._meeting.handler  # asked for, and not used

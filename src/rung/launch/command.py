@@ -140,7 +140,7 @@ def train(
         meeting, folder = _go_to_meeting(plan, run, console)
         heading = f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}"
         write_toml(plan.resolved, folder / old_run.CONFIG, heading)
-    return _run(path, plan, folder, meeting, console, is_resumed=run is not None)
+        return _run(path, plan, folder, meeting, console, is_resumed=run is not None)
 
 
 def _run(

@@ -12,7 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -55,6 +55,8 @@ class FailureRecord:
     lost_peer: bool  # its error says that a connection broke, and another rank had indeed ended
     after: list[int]  # ranks that had ended before, without having finished
     place: str = ""  # where it waited for others, if it did
+    memory: list[str] = field(default_factory=list)  # what filled it, where it ran out
+    smaller: int | None = None  # the micro-batch to try then
 
 
 def record_failure(folder: Path, rank: int, board: StatusBoard, error: BaseException) -> None:
@@ -78,6 +80,8 @@ def record_failure(folder: Path, rank: int, board: StatusBoard, error: BaseExcep
         lost_peer=lost_connection and (bool(after) or reported),
         after=after,
         place=_waited_at(error),
+        memory=getattr(error, "rung_memory", []),
+        smaller=getattr(error, "rung_smaller", None),
     )
     partial = folder / f".rank-{rank}.json"
     partial.write_text(json.dumps(asdict(record)))
@@ -118,7 +122,7 @@ def report(
     words = silent.get(first, LastWords())
     lines = [_headline(first, own, statuses[first], exit_codes.get(first), words)]
     if own is not None:
-        details = own.traceback.rstrip().splitlines()
+        details = [*own.traceback.rstrip().splitlines(), *own.memory]
     else:
         last = _shorten(words.lines)
         details = ["the end of its log:", *(f"  {line}" for line in last)] if last else []

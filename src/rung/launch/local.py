@@ -21,7 +21,8 @@ from rung.launch.signals import Interrupted, Signals
 if TYPE_CHECKING:  # torch is imported later, while the server that `warm_up` starts imports it, too
     from rung.launch.agent import RankAgent
     from rung.launch.meeting import Meeting
-    from rung.train import Job, Summary
+    from rung.loop import Summary
+    from rung.train import Job
 
 
 class Stopped(Exception):

@@ -50,6 +50,7 @@ class Round:
     address: str  # where the ranks' store is
     port: int
     resume: bool
+    micro_batch: int | None = None  # instead of the one asked for, after a rank ran out of memory
 
     @property
     def ranks(self) -> range:
@@ -146,13 +147,15 @@ class Meeting:
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
-    def form(self, num_local: int, strategy: str, schedule: str | None, resume: bool) -> Round:
+    def form(
+        self, num_local: int, strategy: str, schedule: str | None, resume: bool, micro_batch: int | None = None
+    ) -> Round:
         """Meet the others; returns when the world is complete. Blocks."""
         self.stop_watching()
         info = self.handler.next_rendezvous()
         self._round_number = self.handler._state_holder.state.round
         store, host, num_hosts = info.store, info.rank, info.world_size
-        own = {"processes": num_local, "resume": resume}
+        own = {"processes": num_local, "resume": resume, "micro_batch": micro_batch}
         store.set(f"host/{host}", json.dumps(own))
         if host == 0:
             hosts = [json.loads(self._read(store, f"host/{number}", num_hosts)) for number in range(num_hosts)]
@@ -191,6 +194,7 @@ class Meeting:
         except StrategyError:
             used, name = 0, strategy  # all of them wait for more to come
         attempt = self._store.add("attempts", 1)
+        micro_batches = [host["micro_batch"] for host in hosts if host["micro_batch"] is not None]
         # A store of its own for each world: the addresses of dead ranks would be found in an old one.
         self._ranks_store = TCPStore(self.address, 0, None, True, wait_for_workers=False)
         return {
@@ -202,6 +206,7 @@ class Meeting:
             "address": self.address,
             "port": self._ranks_store.port,
             "resume": attempt > 1 or any(host["resume"] for host in hosts),
+            "micro_batch": min(micro_batches, default=None),
         }
 
     def news(self) -> News:

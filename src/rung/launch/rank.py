@@ -22,7 +22,7 @@ import torch
 
 from rung.errors import RESUME_EXIT_CODE
 from rung.launch.console import ATTEMPT_MARK, FAILURE_MARK, WARNING_MARK
-from rung.launch.failure import record_failure
+from rung.launch.failure import read_failures, record_failure
 from rung.launch.server import SHIELDED
 from rung.launch.stacks import answer_with_stack
 from rung.processes import die_with_parent, num_cores
@@ -77,7 +77,7 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
     except BaseException as error:
         try:
             _say_last_words(state, rank, board, error)
-            _rescue(error, status)
+            _rescue(error, status, state)
         finally:
             # Not a normal exit: threads of a broken process group may never end.
             os._exit(1)
@@ -128,10 +128,12 @@ def _say_last_words(state: Path, rank: int, board: StatusBoard, error: BaseExcep
     _flush()
 
 
-def _rescue(error: BaseException, status: StatusWriter) -> None:
-    """Save the state as it was before the failing step, where the loop has left word how."""
+def _rescue(error: BaseException, status: StatusWriter, state: Path) -> None:
+    """Save the state as it was before the failing step, where the loop has left word how and somebody goes on from it:
+    always, or because a rank ran out of memory, which is tried again."""
     save = getattr(error, "rung_rescue", None)
-    if save is not None:
+    tried_again = any(record.smaller is not None for record in read_failures(state).values())
+    if save is not None and (tried_again or getattr(error, "rung_protected", False)):
         status.touch()
         save()
 

@@ -63,7 +63,8 @@ class Signals:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # The job is over. Who would still end this process where it stands only cuts its last words short.
+            signal.signal(number, signal.SIG_IGN if isinstance(handler, _Leaving) else handler)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

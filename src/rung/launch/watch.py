@@ -43,6 +43,8 @@ class Outcome:
     wanted: int | None = None  # processes that this machine is to go on with
     culprits: int = 0  # ranks of this machine that fell by themselves
     is_final: bool = False  # to start again would only bring the same
+    memory: str = ""  # what filled it, if a rank ran out
+    smaller: int | None = None  # the micro-batch to go on with then
 
     @property
     def headline(self) -> str:
@@ -162,7 +164,16 @@ class Watch:
         first = first_to_fail(failures, statuses, ranks.deaths)
         record = failures.get(first) if first is not None else None
         is_final = record is not None and record.summary.startswith(_FINAL)
-        return Outcome("failed", ranks.step(), text, culprits=len(own), is_final=is_final)
+        short = next((told for told in failures.values() if told.smaller is not None), None)
+        return Outcome(
+            "failed",
+            ranks.step(),
+            text,
+            culprits=len(own),
+            is_final=is_final,
+            memory=short.memory[0] if short is not None and short.memory else "",
+            smaller=short.smaller if short is not None else None,
+        )
 
     def _ask_elsewhere(self) -> str:
         """What happened, when it was nobody here. The others may be about to say it."""

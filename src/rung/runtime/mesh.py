@@ -128,7 +128,8 @@ class MeshRuntime:
             self._enter("update")
             norm = self._update(want_norm)
             if self._first_step:
-                self._note_changed_buffers(versions)
+                if self.world.layout.num_data_ranks > 1:
+                    self.notes += note_of_changes(self.model, self._own_buffers, versions)
                 self._first_step = False
         return LocalStep(loss_share, norm, rate)
 
@@ -210,8 +211,8 @@ class MeshRuntime:
     def _backward(self, part: Tensor, averaging: float) -> None:
         self._enter("backward")
         scaled = self._scaled(part, averaging)
-        if self._ddp is not None and self._ddp.require_backward_grad_sync:
-            self._clock.expect_reduction(scaled)
+        reduces = self._ddp is not None and self._ddp.require_backward_grad_sync
+        self._clock.follow_backward(scaled, reduces=reduces)
         scaled.backward()  # type: ignore[no-untyped-call]
         self._clock.reduced()
 
@@ -284,12 +285,6 @@ class MeshRuntime:
         if self.world.layout.uses_fully_shard:
             set_gradient_sync(self.model, self.world, is_last=is_last)
         return self._ddp.no_sync() if self._ddp is not None and not is_last else nullcontext()
-
-    # -- buffers -----------------------------------------------------------------------------------------------------
-
-    def _note_changed_buffers(self, versions: list[int]) -> None:
-        if self.world.layout.num_data_ranks > 1:
-            self.notes += note_of_changes(self.model, self._own_buffers, versions)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class PhaseClock:
         self._since = 0.0
         self._waited = 0.0
         self._computed: float | None = None
-        self._thread = 0
+        self._threads: set[int] = set()  # whose waits are those of the step
         # Bound once: what is exchanged in each step is the same object.
         self._originals: tuple[Any, Any] = (dist.Work.wait, functional.wait_tensor)
         self._replacements = (self._timed(dist.Work.wait), self._timed(functional.wait_tensor))
@@ -50,7 +50,8 @@ class PhaseClock:
         return self
 
     def __enter__(self) -> PhaseClock:
-        self._runs, self._phase, self._computed, self._thread = True, None, None, get_ident()
+        self._runs, self._phase, self._computed = True, None, None
+        self._threads.add(get_ident())
         if self._waits:
             dist.Work.wait = self._replacements[0]  # type: ignore[method-assign]
         if self._functional_waits:
@@ -65,21 +66,26 @@ class PhaseClock:
         self._close(time.perf_counter())
         self._runs = False
 
-    def expect_reduction(self, loss: Tensor) -> None:
-        """Before a backward at whose end DDP waits for all ranks. Follow it by `reduced`.
+    def follow_backward(self, loss: Tensor, *, reduces: bool) -> None:
+        """Before a backward. If DDP waits for all ranks at its end (`reduces`), follow it by `reduced`.
 
         The engine calls what was queued during backward at its end, in the order in which it was queued. Ours is queued
-        at the very beginning, DDP's, which waits, when the last gradient is there.
+        at the very beginning, DDP's, which waits, when the last gradient is there. On a GPU a thread of torch's runs
+        backward, and so the waits of FSDP.
         """
-        if self._waits and loss.requires_grad:
-            loss.register_hook(self._queue_mark)  # type: ignore[no-untyped-call]
+        if self._waits and loss.requires_grad and (reduces or loss.is_cuda):
+            loss.register_hook(self._queue_mark if reduces else self._note_thread)  # type: ignore[no-untyped-call]
 
     def reduced(self) -> None:
         if self._computed is not None:
             self._waited += time.perf_counter() - self._computed
             self._computed = None
 
+    def _note_thread(self, gradient: Tensor) -> None:
+        self._threads.add(get_ident())
+
     def _queue_mark(self, gradient: Tensor) -> None:
+        self._note_thread(gradient)
         Variable._execution_engine.queue_callback(self._mark)
 
     def _mark(self) -> None:
@@ -93,7 +99,7 @@ class PhaseClock:
         clock = time.perf_counter
 
         def timed_wait(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != self._thread:  # a thread that saves in the background
+            if get_ident() not in self._threads:  # a thread that saves in the background
                 return wait(*args, **kwargs)
             started = clock()
             try:

@@ -1,0 +1,216 @@
+"""The loop: steps, evaluations and saves to the end of the data, or until asked to stop; for every strategy alike."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rung.batches import Batches, Window
+from rung.checkpoint import Position
+from rung.config import RunConfig
+from rung.keeper import Keeper
+from rung.metrics import EvalRecord, Ledger, Observer, Sealed, StepRecord
+from rung.pulse import Pulse
+from rung.runtime import Runtime
+from rung.status import StatusWriter
+from rung.world import World
+
+log = logging.getLogger("rung")
+
+
+@dataclass(frozen=True)
+class Summary:
+    steps: int
+    last: StepRecord | None
+    evaluation: EvalRecord | None
+    stopped: bool = False  # asked to leave: state saved, not at the end
+
+
+def run(
+    runtime: Runtime,
+    batches: Batches,
+    *,
+    world: World,
+    config: RunConfig,
+    observers: list[Observer] | None = None,
+    evaluation: Callable[[], Batches] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    status: StatusWriter | None = None,
+    keeper: Keeper | None = None,
+    start: Position | None = None,
+) -> Summary:
+    """Train to the end of `batches`, or until asked to stop. The same for every strategy, and for a pretend world."""
+    status = status or StatusWriter()
+    loop = _Loop(runtime, batches, world, config, observers or [], evaluation, status, keeper, start)
+    return loop.run({"total_steps": batches.total_steps, **(facts or {})})
+
+
+class _Loop:
+    """One run of `run`: what is known between two steps."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        batches: Batches,
+        world: World,
+        config: RunConfig,
+        observers: list[Observer],
+        evaluation: Callable[[], Batches] | None,
+        status: StatusWriter,
+        keeper: Keeper | None,
+        start: Position | None,
+    ) -> None:
+        self._runtime, self._batches, self._world, self._config = runtime, batches, world, config
+        self._observers, self._evaluation, self._status, self._keeper = observers, evaluation, status, keeper
+        self._start = start or Position(0, 0, 0, 0)
+        self._position = self._start
+        self._pulse = Pulse(world, status)
+        self._ledger = Ledger(world, self._start.samples)
+        self._sealed: Sealed | None = None
+        self._last: StepRecord | None = None
+        self._measured: EvalRecord | None = None
+
+    def run(self, facts: dict[str, Any]) -> Summary:
+        config, status, total = self._config, self._status, self._batches.total_steps
+        for observer in self._observers:
+            observer.on_start(facts, self._start.step)
+        started = time.perf_counter()
+        if self._is_stopped(self._pulse.check()) or (self._start.evaluation_due and not self._evaluate()):
+            return self._stop()
+        status.phase("reading data")
+        for window in self._runtime.place(self._batches):
+            step = window.step
+            status.step(step)
+            is_last = step == total
+            # The first step is shown at once; after that, figures are read every so many steps.
+            logs = step == self._start.step + 1 or is_last or step % config.log_every == 0
+            if self._keeper is not None:
+                self._keeper.before_step()
+            self._ledger.add(window, self._runtime.step(window, want_norm=logs))
+            self._position = self._after(window)
+            if self._keeper is not None:
+                self._keeper.after_step(self._position)
+            evaluates = self._evaluation is not None and _is_due(config.eval_every, step, window.ends_epoch, is_last)
+            self._tell()  # of the step before: the device has this one to work on meanwhile
+            if logs or evaluates:
+                status.phase("logging")
+                self._sealed = self._ledger.seal()
+                if evaluates or self._world.device.type == "cpu":
+                    self._tell()
+            if evaluates and not self._evaluate():
+                return self._stop()
+            self._save_if_due()
+            if self._is_stopped(self._pulse.beat(step, self._runtime.phase_seconds())) and not is_last:
+                return self._stop()
+            for line in self._pulse.slow_lines():
+                log.warning(line)
+            status.phase("reading data")
+        self._tell()
+        self._sealed = self._ledger.seal()
+        self._tell()
+        wanted = self._evaluation is not None and config.eval_every != "never"
+        if wanted and (self._measured is None or self._measured.step != self._position.step) and not self._evaluate():
+            return self._stop()
+        self._finish_saving()
+        state = self._world.gather([float(count) for count in self._runtime.state_bytes().values()])
+        kept = [dict(zip(self._runtime.state_bytes(), map(int, row), strict=True)) for row in state]
+        for observer in self._observers:
+            observer.on_end(
+                {"steps": self._position.step, "seconds": time.perf_counter() - started, "state_bytes": kept}
+            )
+        return Summary(self._position.step, self._last, self._measured)
+
+    def _tell(self) -> None:
+        records = self._ledger.records(self._sealed) if self._sealed is not None else []
+        self._sealed = None
+        for observer in self._observers:
+            if records:
+                observer.on_steps(records)
+        self._last = records[-1] if records else self._last
+
+    def _after(self, window: Window) -> Position:
+        before, count = self._position, window.num_global_samples
+        same_epoch = window.epoch == before.epoch
+        if window.ends_epoch:
+            return Position(window.step, window.epoch + 1, before.samples + count, 0)
+        return Position(window.step, window.epoch, before.samples + count, (before.sample if same_epoch else 0) + count)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> bool:
+        """Evaluate after the present step. False if asked to stop meanwhile: it is then still to be done."""
+        assert self._evaluation is not None
+        self._status.phase("evaluating")
+        position = self._position
+        epoch = position.epoch - 1 if position.sample == 0 and position.epoch > 0 else position.epoch
+        started = time.perf_counter()
+        try:
+            metrics = self._runtime.evaluate(self._interruptible(self._evaluation()))
+        except _AskedToStop:
+            self._position = replace(position, evaluation_due=True)
+            return False
+        self._position = replace(position, evaluation_due=False)
+        self._measured = EvalRecord(position.step, epoch, metrics, time.perf_counter() - started)
+        for observer in self._observers:
+            observer.on_evaluation(self._measured)
+        self._ledger.skip()
+        return True
+
+    def _interruptible(self, windows: Batches) -> Iterator[Window]:
+        for window in windows:
+            if self._is_stopped(self._pulse.check()):
+                raise _AskedToStop
+            yield window
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def _is_stopped(self, asked: bool) -> bool:
+        return asked and self._keeper is not None
+
+    def _save_if_due(self) -> None:
+        if self._keeper is None:
+            return
+        if self._keeper.is_due(self._position):
+            self._status.phase("saving")
+            self._keeper.save(self._position)
+            self._ledger.skip()
+        self._tell_of_saves()
+
+    def _tell_of_saves(self) -> None:
+        assert self._keeper is not None
+        for record in self._keeper.finished():
+            if record.error is not None and self._world.is_main:
+                log.warning("%s Training goes on.", record.error)
+            for observer in self._observers:
+                observer.on_checkpoint(record)
+
+    def _finish_saving(self) -> None:
+        if self._keeper is None:
+            return
+        self._status.phase("saving")
+        self._keeper.finish(self._position)
+        self._tell_of_saves()
+
+    def _stop(self) -> Summary:
+        """Asked to leave: the state goes to the disk first."""
+        assert self._keeper is not None
+        self._status.phase("saving")
+        self._tell()
+        self._sealed = self._ledger.seal()
+        self._tell()
+        self._keeper.stop(self._position)
+        self._tell_of_saves()
+        return Summary(self._position.step, self._last, self._measured, stopped=True)
+
+
+class _AskedToStop(Exception):
+    """In the middle of an evaluation."""
+
+
+def _is_due(every: str, step: int, ends_epoch: bool, is_last: bool) -> bool:
+    if every == "never":
+        return False
+    return is_last or (ends_epoch if every == "epoch" else step % int(every) == 0)
