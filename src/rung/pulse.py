@@ -32,7 +32,7 @@ _FACTOR = 1.5
 _FACTOR_OF_STAGES = 2.5  # between ranks that do not do the same work
 _PART_OF_STEP = 0.1
 _WINDOW = 6
-_MOST = 5
+_MOST = 4
 _SILENT_SECONDS = 60.0  # before the same thing is said again
 _LOOK_SECONDS = 1.0  # between two looks at who is slow
 
@@ -197,11 +197,11 @@ class _Peers:
             for place, rank in enumerate(group):
                 own = seconds[:, rank]
                 others = np.median(seconds[:, group[:place] + group[place + 1 :]], axis=1)
-                step, others_step = own.sum(axis=1), others.sum(axis=1)
                 excess = own - others
-                floor = np.maximum(_FLOOR_SECONDS, _PART_OF_STEP * others_step)[:, None]
-                slow = (excess > floor) & (own > factor * others) & ((step - others_step)[:, None] > 0.5 * excess)
-                for index in np.flatnonzero(slow.sum(axis=0) >= _MOST):
+                floor = max(_FLOOR_SECONDS, _PART_OF_STEP * float(np.median(others.sum(axis=1))))
+                whole = float(np.median(excess.sum(axis=1)))
+                slow = ((excess > floor) & (own > factor * others)).sum(axis=0) >= _MOST
+                for index in np.flatnonzero(slow & (whole > 0.5 * np.median(excess, axis=0))):
                     own_median, others_median = float(np.median(own[:, index])), float(np.median(others[:, index]))
                     found.append(SlowRank(rank, PHASES[index], own_median, others_median))
         return found

@@ -80,20 +80,22 @@ def name_slow_ranks(strategy: str, slow_rank: int, changes: dict[str, Any]) -> l
     """For each place: who was found slow while the rank slept there, and what all ranks took."""
     size = environment_size()
     rung.pulse._RHYTHM_SECONDS = 0.0  # an exchange in each step
-    config = RunConfig(**{"batch_size": 4, "steps": 40, "device": "cpu", "clip": 1.0, **changes})
+    config = RunConfig(**{"batch_size": 4, "steps": 100, "device": "cpu", "clip": 1.0, **changes})
     task, found = slow_task(), []
     with open_world(parse(strategy, size, size), device=config.device, backend=config.backend) as world:
         batches = make_batches(task, config, world)
-        runtime = build_runtime(task, world, config, total_steps=40)
+        runtime = build_runtime(task, world, config, total_steps=100)
         slow_at["rank"] = slow_rank
         windows = runtime.place(batches)
         for place in PLACES:
             slow_at["place"] = place
             next(windows)  # the one that was read ahead
             pulse = Pulse(world, StatusWriter())
-            for step in range(8):
+            for step in range(20):  # until it is sure of it, which a busy machine delays
                 runtime.step(next(windows))
                 pulse.beat(step, runtime.phase_seconds())
+                if [(slow.rank, slow.phase) for slow in pulse.slow()] == [(slow_rank, place)]:
+                    break
             found.append(([(slow.rank, slow.phase) for slow in pulse.slow()], pulse.seconds()))
             pulse.close()
     return found

@@ -66,7 +66,10 @@ def test_one_epoch_is_the_default_length() -> None:
         ({"workers": "-1"}, "negative"),
         ({"shard_by": "size:big"}, "size:10M"),
         ({"eval_every": "sometimes"}, "'epoch', 'never'"),
-        ({"nproc": "1.5"}, "whole number"),
+        ({"nproc": "1.5"}, "MIN:MAX"),
+        ({"nproc": "4:2"}, "from left to right"),
+        ({"nnodes": "0"}, "at least 1"),
+        ({"rdzv": "head"}, "HOST:PORT"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(assignments: dict[str, str], words: str) -> None:
@@ -109,8 +112,9 @@ def test_contradictions_are_refused_before_anything_starts() -> None:
 
 def test_every_flag_of_the_issue_is_a_setting_of_file_and_task() -> None:
     asked = (
-        "strategy nproc batch_size micro_batch steps epochs seed shuffle precision clip compile "
-        "activation_checkpointing offload shard_by out schedule split sequence_parallel"
+        "strategy nproc nnodes rdzv batch_size micro_batch steps epochs seed shuffle precision clip compile "
+        "activation_checkpointing offload shard_by out schedule split sequence_parallel checkpoint_every keep "
+        "replicate_state max_restarts timeout"
     )
     assert set(FLAGS) == set(asked.split())
     assert set(FLAGS) <= set(SETTINGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -137,7 +138,7 @@ def train(
         warning = half_precision_warning(plan.config)
         if warning:
             console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False, soft_wrap=True)
-        meeting, folder = _go_to_meeting(plan, run, console)
+        meeting, folder = _go_to_meeting(plan, path, run, console)
         heading = f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}"
         write_toml(plan.resolved, folder / old_run.CONFIG, heading)
         return _run(path, plan, folder, meeting, console, is_resumed=run is not None)
@@ -198,7 +199,7 @@ def _says_that_all_is_done(plan: Plan, run: Path, console: Console) -> bool:
     return False
 
 
-def _go_to_meeting(plan: Plan, run: Path | None, console: Console) -> tuple[Meeting | None, Path]:
+def _go_to_meeting(plan: Plan, path: str | Path, run: Path | None, console: Console) -> tuple[Meeting | None, Path]:
     """The run's directory, which the machines of a job agree upon where they meet."""
     from rung.launch.meeting import open_meeting
 
@@ -209,8 +210,8 @@ def _go_to_meeting(plan: Plan, run: Path | None, console: Console) -> tuple[Meet
         def say(text: str) -> None:
             console.print(text, highlight=False, soft_wrap=True)
 
-        meeting = open_meeting(terms.rdzv, plan.task.name, terms.nodes, say)
-        is_first = _agree(plan, meeting)
+        meeting = open_meeting(terms.rdzv, terms.nodes, say)
+        is_first = _agree(plan, path, meeting)
         if out is None:
             out = meeting.agree("folder", new_run_name(plan.task.name, plan.layout.name))[0]
     folder = new_run_dir(plan.task.name, plan.layout.name, out)
@@ -223,10 +224,12 @@ def _go_to_meeting(plan: Plan, run: Path | None, console: Console) -> tuple[Meet
     return meeting, folder
 
 
-def _agree(plan: Plan, meeting: Meeting) -> bool:
+def _agree(plan: Plan, path: str | Path, meeting: Meeting) -> bool:
     """Hold this machine's settings against those of the first one. Whether this is the first."""
-    settings = {key: value for key, value in asdict(plan.config).items() if key not in _OWN}
-    own = {**settings, **{key: repr(value) for key, value in plan.resolved.arguments.items()}}
+    own = {key: value for key, value in asdict(plan.config).items() if key not in _OWN}
+    own |= {key: repr(value) for key, value in plan.resolved.arguments.items()}
+    file = Path(path, "task.py") if Path(path).is_dir() else Path(path)
+    own["a task file of digest"] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     text, is_first = meeting.agree("settings", json.dumps(own, sort_keys=True))
     theirs = json.loads(text)
     for key in sorted(set(own) | set(theirs)):

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import time
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +53,7 @@ def launch(
     folder = Path(job.run_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     view = JobConsole(folder, console, quiet=quiet)
-    meeting = meeting or open_meeting(None, uuid.uuid4().hex, (1, 1), view.say)
+    meeting = meeting or open_meeting(None, (1, 1), view.say)
     state = _state_folder(folder, meeting)
     announce(state, terms)
     agent: RankAgent | None = None

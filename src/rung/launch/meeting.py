@@ -90,7 +90,6 @@ class Meeting:
     def __init__(
         self,
         store: Any,
-        name: str,
         nodes: tuple[int, int],
         address: str,
         endpoint: str | None,
@@ -101,23 +100,23 @@ class Meeting:
         self.endpoint = endpoint
         self.hosts_store = hosts_store  # the store goes with this launcher
         self.nodes = nodes
-        self._name = name
         self._round_store: Any = None
         self._round: Round | None = None
         self._round_number = 0
         self._ranks_store: Any = None
         self._watch: _Watch | None = None
+        self._has_left = False
         self._sit_down(store)
 
     def _sit_down(self, store: Any) -> None:
         self._base = store
-        # A name can be used again for another job when the one before is over.
-        self._generation = store.compare_set(f"rung/{self._name}/generation", "", "0").decode()
-        self._store = PrefixStore(f"rung/{self._name}/{self._generation}", store)
+        # When a job is over, the next one can meet at the same place.
+        self._generation = store.compare_set(f"rung/generation", "", "0").decode()
+        self._store = PrefixStore(f"rung/{self._generation}", store)
         parameters = RendezvousParameters(
             backend="c10d",
             endpoint=self.endpoint or "127.0.0.1:0",
-            run_id=f"rung-{self._name}-{self._generation}",
+            run_id=f"rung-{self._generation}",
             min_nodes=self.nodes[0],
             max_nodes=self.nodes[1],
             local_addr=self.address,
@@ -153,6 +152,9 @@ class Meeting:
         """Meet the others; returns when the world is complete. Blocks."""
         self.stop_watching()
         info = self.handler.next_rendezvous()
+        if self._has_left:  # meanwhile; nobody waits for the answer any more
+            self.leave()
+            raise LauncherLost
         self._round_number = self.handler._state_holder.state.round
         store, host, num_hosts = info.store, info.rank, info.world_size
         own = {"processes": num_local, "resume": resume, "micro_batch": micro_batch}
@@ -227,6 +229,7 @@ class Meeting:
 
     def leave(self) -> None:
         """Go, and let the others go on. Without it, they find out by themselves in three seconds."""
+        self._has_left = True
 
         def go() -> None:
             self.stop_watching()
@@ -236,14 +239,14 @@ class Meeting:
         self._try(go)
 
     def close(self, kind: str, headline: str) -> None:
-        """The job is over: nobody can join it any more, and its name is free for another one at the same store."""
+        """The job is over: nobody can join it any more, and another one can meet at the same store."""
 
         def end() -> None:
             self.stop_watching()
             self.agree("ending", json.dumps([kind, headline]))
             self.handler.shutdown()
             following = str(int(self._generation) + 1)
-            self._base.compare_set(f"rung/{self._name}/generation", self._generation, following)
+            self._base.compare_set(f"rung/generation", self._generation, following)
             self._part_as_keeper() if self.hosts_store else self._store.add("gone", 1)
 
         self._try(end)
@@ -312,28 +315,31 @@ class _Watch:
                 continue
 
 
-def open_meeting(endpoint: str | None, name: str, nodes: tuple[int, int], say: Callable[[str], None]) -> Meeting:
-    """Go to where the launchers of a job meet; the one whose machine it is keeps the store, unless somebody does."""
+def open_meeting(endpoint: str | None, nodes: tuple[int, int], say: Callable[[str], None]) -> Meeting:
+    """Go to where the launchers of a job meet; the one whose machine it is keeps the store, unless somebody does.
+
+    One job at a time meets at an endpoint; None is for a job of this machine alone.
+    """
     # The ranks' store is made anew for each world, not shared with the agents.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     timeout = timedelta(seconds=_STORE_SECONDS)
     if endpoint is None:
         store = TCPStore("127.0.0.1", 0, None, True, timeout=timeout, wait_for_workers=False)
-        return Meeting(store, name, nodes, "127.0.0.1", None, True)
+        return Meeting(store, nodes, "127.0.0.1", None, True)
     host, port = split_endpoint(endpoint)
     address = address_towards(host, port)
     is_ours = address == resolve_host(host, port)
     if is_ours and not answers(host, port):
         with contextlib.suppress(RuntimeError):  # another launcher of this machine was quicker
             store = TCPStore(host, port, None, True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-            return Meeting(store, name, nodes, address, endpoint, True)
+            return Meeting(store, nodes, address, endpoint, True)
     started, told = time.monotonic(), False
     while not answers(host, port):
         if not told and time.monotonic() > started + 3:
             say(f"waiting for somebody at {endpoint}")
             told = True
         time.sleep(0.2)
-    return Meeting(_connect(host, port), name, nodes, address, endpoint, False)
+    return Meeting(_connect(host, port), nodes, address, endpoint, False)
 
 
 def _connect(host: str, port: int) -> Any:
