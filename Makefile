@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint bench bench-gpu bench-bubble clean
+.PHONY: demo test test-all lint bench bench-gpu bench-bubble bench-checkpoint clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -43,6 +43,10 @@ bench-gpu: .venv/bench
 
 bench-bubble: .venv/rung
 	$(BIN)/python -m benchmarks.bubble
+
+bench-checkpoint: .venv/rung
+	$(BIN)/python -m benchmarks.saving
+	$(BIN)/python -m benchmarks.loading
 
 clean:
 	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -201,8 +201,8 @@ def main(arguments: list[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7, help="saves of each contender that count")
-    parser.add_argument("--steps-after", type=int, default=4, help="steps that are looked at after each save")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each contender that count")
+    parser.add_argument("--steps-after", type=int, default=3, help="steps that are looked at after each save")
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--folder", type=Path, help="where to save to; default: a temporary directory")

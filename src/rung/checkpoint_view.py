@@ -14,7 +14,7 @@ from rich.text import Text
 from rung.checkpoint.survey import Found, Place, locate, newest_whole, survey
 
 _STYLES = {"whole": "green", "damaged": "red", "unfinished": "yellow"}
-_KINDS = {"checkpoints": "", "rescue": "rescued", "memory": "in memory"}
+_KINDS = {"checkpoints": "", "rescue": " (rescued)", "memory": " (in memory)"}
 
 
 def checkpoints_command(run: str, *, as_json: bool, quick: bool) -> int:
@@ -60,7 +60,7 @@ def _table(found: list[Found]) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in ("saved", "strategy", "state") else "right", no_wrap=True)
     for one in found:
-        state = Text(" ".join(filter(None, (one.state, _KINDS[one.kind]))), style=_STYLES[one.state])
+        state = Text(one.state + _KINDS[one.kind], style=_STYLES[one.state])
         if one.checkpoint is None:
             table.add_row(str(one.step), *[""] * 6, state)
             continue

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -80,6 +82,15 @@ def real_meshes() -> Iterator[None]:
     finally:
         for name, method in kept.items():
             setattr(DeviceMesh, name, method)
+
+
+def end_pass(module: FSDPModule) -> None:
+    """In the middle of a forward pass FSDP would keep what it has gathered, also when an error has ended that pass."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one
+    for group in groups:
+        if group is not None:
+            group._training_state = TrainingState.IDLE
 
 
 class _FixedBuckets:

@@ -45,7 +45,9 @@ def run(
     """Train to the end of `batches`, or until asked to stop. The same for every strategy, and for a pretend world."""
     status = status or StatusWriter()
     loop = _Loop(runtime, batches, world, config, observers or [], evaluation, status, keeper, start)
-    return loop.run({"total_steps": batches.total_steps, **(facts or {})})
+    summary = loop.run({"total_steps": batches.total_steps, **(facts or {})})
+    loop.close()
+    return summary
 
 
 class _Loop:
@@ -106,7 +108,7 @@ class _Loop:
             if self._is_stopped(self._pulse.beat(step, self._runtime.phase_seconds())) and not is_last:
                 return self._stop()
             for line in self._pulse.slow_lines():
-                log.warning(line)
+                log.info(line)
             status.phase("reading data")
         self._tell()
         self._sealed = self._ledger.seal()
@@ -122,6 +124,10 @@ class _Loop:
                 {"steps": self._position.step, "seconds": time.perf_counter() - started, "state_bytes": kept}
             )
         return Summary(self._position.step, self._last, self._measured)
+
+    def close(self) -> None:
+        """In good order, on all ranks."""
+        self._pulse.close()
 
     def _tell(self) -> None:
         records = self._ledger.records(self._sealed) if self._sealed is not None else []

@@ -7,10 +7,11 @@ and turns it into records in one go. The console is not here; the launcher draws
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from rung.batches import Window
 from rung.checkpoint import SaveRecord
 from rung.runtime.base import LocalStep
 from rung.world import World
+
+log = logging.getLogger("rung")
 
 
 @dataclass(frozen=True)
@@ -169,27 +172,37 @@ class JsonLines:
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         if resume:
             _end_line(path)
-        self._file = path.open("a" if resume else "w", buffering=1)
+        self._file = path.open("ab" if resume else "wb", buffering=0)
+        self._waiting = b""  # what a full disk did not take
 
     def on_start(self, facts: dict[str, Any], step: int) -> None:
         event = {"event": "resume", "step": step} if step else {"event": "start"}
-        self._file.write(json.dumps({**event, **facts}) + "\n")
+        self._put({**event, **facts})
 
     def on_checkpoint(self, record: SaveRecord) -> None:
-        self._file.write(json.dumps({"event": "checkpoint", **asdict(record)}) + "\n")
+        self._put({"event": "checkpoint", **asdict(record)})
 
     def on_end(self, facts: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"event": "end", **facts}) + "\n")
+        self._put({"event": "end", **facts})
 
     def on_steps(self, records: list[StepRecord]) -> None:
-        self._file.write("".join(json.dumps(_finite(asdict(record))) + "\n" for record in records))
+        self._put(*map(asdict, records))
 
     def on_evaluation(self, record: EvalRecord) -> None:
         row = {"event": "eval", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, **record.metrics}
-        self._file.write(json.dumps(_finite(row)) + "\n")
+        self._put(row)
 
     def close(self) -> None:
         self._file.close()
+
+    def _put(self, *rows: Mapping[str, Any]) -> None:
+        self._waiting += "".join(json.dumps(_finite(row)) + "\n" for row in rows).encode()
+        try:
+            while self._waiting:
+                written = self._file.write(self._waiting) or 0
+                self._waiting = self._waiting[written:]
+        except OSError as error:
+            log.warning("metrics.jsonl cannot be written: %s. It is tried again.", error.strerror)
 
 
 def committed(path: Path) -> list[dict[str, Any]]:
@@ -254,6 +267,6 @@ class TensorBoard:
         self._writer.add_scalar(name, value, step)
 
 
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no nan and no infinity; they become strings that say so."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

@@ -40,6 +40,7 @@ class Job:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     run_dir: str | None = None
     resume: bool = False  # go on from the newest checkpoint of the run directory, if there is one
+    restarted: bool = False  # by the launcher, which has said so
     plain_sgd: bool = False  # `verify` replaces the task's optimizer
 
     def load(self) -> Task:
@@ -77,11 +78,13 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
         torch.manual_seed(dropout_seed(config.seed, world))
         if checkpoint is not None:
             restore(runtime, checkpoint, seed=config.seed)
+        is_known = job.restarted and checkpoint is not None and is_same_topology(checkpoint.manifest, world)
         if world.is_main:
-            describe(task, world, config, batches, runtime.facts)
+            if not is_known:
+                describe(task, world, config, batches, runtime.facts)
             if job.resume:
                 say_where_from(checkpoint, world)
-        for note in runtime.notes:
+        for note in runtime.notes if not is_known else []:
             log.info("  %s", note)
         told = len(runtime.notes)
         observers: list[Observer] = []

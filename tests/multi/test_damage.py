@@ -88,7 +88,8 @@ def test_ranks_pass_by_a_damaged_checkpoint_and_say_so(run_dir: Path, tmp_path: 
 def test_a_pickle_behind_a_fitting_digest_is_refused(run_dir: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     folder = copy / "checkpoints" / "step-00000004"
-    replace_file(folder, "rank-00000.safetensors", evil_bytes(tmp_path / "mark", "torch.save"))
+    evil = evil_bytes(tmp_path / "mark", "pickle")
+    replace_file(folder, "rank-00000.safetensors", evil.ljust(10**6, b"\0"))  # as large as the tensors it is to hold
     with pytest.raises(AssertionError, match=r"rank-00000\.safetensors is damaged: it has no header"):
         on_ranks(take_up, 1, "single", str(copy))
     assert not (tmp_path / "mark").exists()

@@ -74,9 +74,10 @@ def _fail_in(runtime: Any, phase: str) -> None:
         raise RuntimeError("made to fail")
 
     if phase == "backward":
-        next(p for p in runtime.model.parameters() if p.requires_grad).register_hook(fail)
+        list(runtime.model.modules())[-1].register_full_backward_pre_hook(fail)
     elif phase == "forward":
-        list(runtime.model.modules())[-1].register_forward_pre_hook(fail)
+        # On one rank before anything is computed, so that the others wait in the middle of their pass.
+        next(iter(runtime.model.children())).register_forward_pre_hook(fail, prepend=True)
     else:
         runtime.optimizer.step = fail
 
@@ -128,6 +129,8 @@ def test_state_in_memory(tmp_path: Path, num_sites: int) -> None:
     [
         ("ddp", 2, "backward"),
         ("zero3", 2, "forward"),
+        ("zero3", 2, "backward"),
+        ("zero2", 2, "forward"),
         ("zero1", 2, "forward"),
         ("pp2", 2, "backward"),
         ("tp2", 2, "forward"),

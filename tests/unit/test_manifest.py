@@ -143,6 +143,7 @@ def _nonsense(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "beyond the end": with_chunk(offsets=[1]),
         "negative offset": with_chunk(offsets=[-1]),
         "twice": with_table(chunks=[chunk, chunk]),
+        "larger than its file": with_table(shape=[2**40], chunks=[{**chunk, "shape": [2**40]}]),
         "dims differ": with_chunk(shape=[3, 1], offsets=[0, 0]),
         "key as number": with_chunk(key=3),
         "type as number": with_table(dtype=3),

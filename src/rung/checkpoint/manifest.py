@@ -144,6 +144,8 @@ def _find_nonsense(content: Mapping[str, Any]) -> str | None:
         for chunk in tensor["chunks"]:
             if chunk["file"] not in content["files"] or not isinstance(chunk["key"], str):
                 return f"{name} lies in a file that is not its own"
+            if math.prod(chunk["shape"]) > content["files"][chunk["file"]]["bytes"]:
+                return f"{name} is larger than its file"
     for name, stored in content["state_dict"].items():
         if f"model/{stored}" not in content["tensors"]:
             return f"{name} is not in it"

@@ -34,12 +34,20 @@ def pack(value: Any, where: str) -> Any:
 
 
 def unpack(value: Any) -> Any:
+    """A value that `pack` made. What it could not have made is refused."""
+    try:
+        return _unpack(value)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        raise CheckpointError("the checkpoint holds a value that no save writes.") from None
+
+
+def _unpack(value: Any) -> Any:
     if isinstance(value, list):
-        return [unpack(item) for item in value]
+        return [_unpack(item) for item in value]
     if isinstance(value, dict):
         if "tuple" in value:
-            return tuple(unpack(item) for item in value["tuple"])
+            return tuple(_unpack(item) for item in value["tuple"])
         if "tensor" in value:
             return torch.tensor(value["tensor"], dtype=DTYPES[value["dtype"]])
-        return {unpack(key): unpack(item) for key, item in value["dict"]}
+        return {_unpack(key): _unpack(item) for key, item in value["dict"]}
     return value

@@ -87,7 +87,7 @@ class Saver:
         try:
             num_bytes = self._write_all(share)
         except Exception as problem:
-            error = f"the checkpoint of step {share.step} could not be written: {problem}"
+            error = f"the checkpoint of step {share.step} could not be written: {str(problem).rstrip('.')}."
             self.last_step = None
             with contextlib.suppress(OSError):
                 if self._sites.is_leader:
@@ -122,7 +122,8 @@ class Saver:
         try:
             result = action()
         except OSError as problem:
-            error = f"{problem.strerror or problem} ({problem.filename})" if problem.filename else str(problem)
+            words = (problem.strerror or str(problem)).lower()
+            error = f"{words} ({problem.filename})" if problem.filename else words
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
         told: list[Any] = gather_in(self._group, (result, error), self._world)

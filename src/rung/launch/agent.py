@@ -165,11 +165,14 @@ class RankAgent(LocalElasticAgent):
             except (Asked, RendezvousClosedError, RendezvousGracefulExitError):
                 raise
             except LauncherLost:
-                continue
+                time.sleep(0.1)
             except Exception as error:
-                # The store is gone; it may come back.
-                if time.monotonic() > deadline or self._meeting.is_alone:
-                    raise _StoreLost(_lost_store(terms, error)) from error
+                if self._meeting.is_alone:
+                    raise
+                if self._signals.aside(self._meeting.is_reachable, lambda: None):
+                    deadline = time.monotonic() + _STORE_SECONDS
+                elif time.monotonic() > deadline:
+                    raise _StoreLost(_lost_store(terms)) from error
                 self._signals.aside(self._meeting.reconnect, lambda: None)
         self._say_formed(round_)
         self._reason = ""
@@ -215,7 +218,9 @@ class RankAgent(LocalElasticAgent):
         config = self._job.config
         if round_.micro_batch is not None:
             config = replace(config, micro_batch=round_.micro_batch)
-        spec.args = (replace(self._job, strategy=round_.strategy, config=config, resume=round_.resume), seat)
+        restarted = self._round is not None and round_.attempt > 1
+        job = replace(self._job, strategy=round_.strategy, config=config, resume=round_.resume, restarted=restarted)
+        spec.args = (job, seat)
         spec.local_world_size = round_.num_local
         spec.rdzv_handler = self._meeting.handler
         group.store = self._meeting.handler  # asked for, and not used
@@ -291,10 +296,8 @@ class _StoreLost(Exception):
     """Nobody answers where the launchers meet."""
 
 
-def _lost_store(terms: Terms, error: Exception) -> str:
-    if terms.rdzv is None:
-        return f"the launcher cannot reach its own store: {error}"
-    port = terms.rdzv.rpartition(":")[2]
+def _lost_store(terms: Terms) -> str:
+    port = str(terms.rdzv).rpartition(":")[2]
     return (
         f"nobody answers at {terms.rdzv} any more, where the machines of this job meet. With `rung rdzv {port}` in a "
         "process of its own there, the job outlives the loss of any of its machines."

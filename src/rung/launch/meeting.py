@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,11 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp, create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _RendezvousExitOp,
+    _RendezvousJoinOp,
+    create_handler,
+)
 
 from rung.errors import StrategyError
 from rung.launch.network import address_towards, answers, interface_of, resolve_host, split_endpoint
@@ -106,12 +109,13 @@ class Meeting:
         self._ranks_store: Any = None
         self._watch: _Watch | None = None
         self._has_left = False
+        self._forming = threading.Lock()
         self._sit_down(store)
 
     def _sit_down(self, store: Any) -> None:
         self._base = store
         # When a job is over, the next one can meet at the same place.
-        self._generation = store.compare_set(f"rung/generation", "", "0").decode()
+        self._generation = store.compare_set("rung/generation", "", "0").decode()
         self._store = PrefixStore(f"rung/{self._generation}", store)
         parameters = RendezvousParameters(
             backend="c10d",
@@ -134,6 +138,9 @@ class Meeting:
             if answers(host, port):
                 self._sit_down(_connect(host, port))
 
+    def is_reachable(self) -> bool:
+        return self.endpoint is None or self.hosts_store or answers(*split_endpoint(self.endpoint))
+
     @property
     def is_alone(self) -> bool:
         """Whether the job is of this machine alone."""
@@ -150,14 +157,15 @@ class Meeting:
         self, num_local: int, strategy: str, schedule: str | None, resume: bool, micro_batch: int | None = None
     ) -> Round:
         """Meet the others; returns when the world is complete. Blocks."""
-        self.stop_watching()
-        info = self.handler.next_rendezvous()
-        if self._has_left:  # meanwhile; nobody waits for the answer any more
-            self.leave()
-            raise LauncherLost
+        with self._forming:
+            self.stop_watching()
+            own = {"processes": num_local, "resume": resume, "micro_batch": micro_batch}
+            return self._form(own, strategy, schedule)
+
+    def _form(self, own: dict[str, Any], strategy: str, schedule: str | None) -> Round:
+        host, num_hosts = self._join()
         self._round_number = self.handler._state_holder.state.round
-        store, host, num_hosts = info.store, info.rank, info.world_size
-        own = {"processes": num_local, "resume": resume, "micro_batch": micro_batch}
+        store = self.handler._get_store()
         store.set(f"host/{host}", json.dumps(own))
         if host == 0:
             hosts = [json.loads(self._read(store, f"host/{number}", num_hosts)) for number in range(num_hosts)]
@@ -165,10 +173,33 @@ class Meeting:
         plan = json.loads(self._read(store, "plan", num_hosts))
         counts = plan.pop("processes")
         self._round_store = store
-        self._round = Round(host=host, num_hosts=num_hosts, first_rank=sum(counts[:host]), num_local=num_local, **plan)
+        self._round = Round(
+            host=host, num_hosts=num_hosts, first_rank=sum(counts[:host]), num_local=counts[host], **plan
+        )
         if not self.is_alone:
             self._watch = _Watch(self.handler, store, self._round, self._round_number, self.nodes[1])
         return self._round
+
+    def _join(self) -> tuple[int, int]:
+        """Take part in the next round of the rendezvous: the number of this launcher, and of how many.
+
+        What the handler's own `next_rendezvous` does, less a random delay and a store for the ranks, for whose address
+        it would wait in a way that holds up the signs of life.
+        """
+        handler, join = self.handler, _RendezvousJoinOp()
+
+        def join_unless_left(context: Any, deadline: float) -> Any:
+            if self._has_left:
+                raise LauncherLost
+            return join(context, deadline)
+
+        handler._stop_heartbeats()
+        deadline = time.monotonic() + _JOIN_SECONDS
+        handler._op_executor.run(_RendezvousExitOp(), deadline)
+        handler._op_executor.run(join_unless_left, deadline, handler._get_deadline)
+        handler._start_heartbeats()
+        rank, size = handler._get_world()
+        return rank, size
 
     def _read(self, store: Any, key: str, num_hosts: int) -> str:
         """A value that another launcher is about to write. Asks again and again, since a read that waits holds up all
@@ -232,9 +263,10 @@ class Meeting:
         self._has_left = True
 
         def go() -> None:
-            self.stop_watching()
-            self.handler._stop_heartbeats()
-            self.handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _PARTING_SECONDS)
+            with self._forming:  # somebody may still be at it, and finds out within a second
+                self.stop_watching()
+                self.handler._stop_heartbeats()
+                self.handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _PARTING_SECONDS)
 
         self._try(go)
 
@@ -246,7 +278,7 @@ class Meeting:
             self.agree("ending", json.dumps([kind, headline]))
             self.handler.shutdown()
             following = str(int(self._generation) + 1)
-            self._base.compare_set(f"rung/generation", self._generation, following)
+            self._base.compare_set("rung/generation", self._generation, following)
             self._part_as_keeper() if self.hosts_store else self._store.add("gone", 1)
 
         self._try(end)
@@ -320,8 +352,6 @@ def open_meeting(endpoint: str | None, nodes: tuple[int, int], say: Callable[[st
 
     One job at a time meets at an endpoint; None is for a job of this machine alone.
     """
-    # The ranks' store is made anew for each world, not shared with the agents.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     timeout = timedelta(seconds=_STORE_SECONDS)
     if endpoint is None:
         store = TCPStore("127.0.0.1", 0, None, True, timeout=timeout, wait_for_workers=False)

@@ -135,7 +135,12 @@ def _rescue(error: BaseException, status: StatusWriter, state: Path) -> None:
     tried_again = any(record.smaller is not None for record in read_failures(state).values())
     if save is not None and (tried_again or getattr(error, "rung_protected", False)):
         status.touch()
-        save()
+        try:
+            save()
+        except Exception:
+            sys.stderr.write("the state could not be rescued:\n")
+            traceback.print_exc()
+            _flush()
 
 
 def _wait_for_threads() -> None:

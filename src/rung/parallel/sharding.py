@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from rung import fakes
 from rung.config import RunConfig, shard_size
 from rung.errors import ModelError
 from rung.parallel.blocks import find_blocks, num_parameters
@@ -202,9 +203,10 @@ def name_gathered(model: nn.Module) -> dict[int, str]:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Give back what an evaluation left gathered: without a backward, nobody else does."""
+    """Give back what an evaluation left gathered: without a backward, nobody else does. Or a step that failed."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            fakes.end_pass(module)
             module.reshard()
 
 
