@@ -30,6 +30,13 @@ _EXPLAINED = {
 }
 
 
+# Where a flag's kind or its choices do not say enough, or too much for one line.
+_METAVARS = {
+    "strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES", "schedule": "NAME", "precision": "NAME",
+    "activation_checkpointing": "HOW", "nproc": "N", "nnodes": "N", "rdzv": "HOST:PORT",
+}  # fmt: skip
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse with a suggestion for a misspelt flag or command, and help that fits a screen."""
 
@@ -104,7 +111,10 @@ def _build_parser() -> _Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
 
     train = commands.add_parser(
-        "train", help="train a task under a strategy", description="Train a task under a strategy."
+        "train",
+        help="train a task under a strategy",
+        description="Train a task under a strategy.",
+        usage="rung train [flags] task",  # of so many flags, a list of names only hides the list below
     )
     train.add_argument("task", help="a task file, or a directory with a task.py")
     _add_settings(train, _GROUPS)
@@ -113,7 +123,7 @@ def _build_parser() -> _Parser:
         nargs="?",
         const=True,
         metavar="RUN",
-        help="go on with a run from its newest checkpoint; without a name, with the newest run of the task",
+        help="go on with a run from its newest checkpoint; without RUN, the task's newest",
     )
     train.set_defaults(call=_train)
 
@@ -227,7 +237,7 @@ def _add_settings(parser: argparse.ArgumentParser, groups: dict[str, tuple[str, 
                 group.add_argument(flag, dest=name, action=actions, default=None, help=told)
             else:
                 metavar = "|".join(meta["choices"]) or {int: "N", float: "X", str: "S"}[meta["kind"]]
-                metavar = {"strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES"}.get(name, metavar)
+                metavar = _METAVARS.get(name, metavar)
                 group.add_argument(flag, dest=name, metavar=metavar, default=None, help=told)
     group = parser._action_groups[-1]
     group.add_argument("--config", metavar="FILE.toml", help="settings from a file; flags win over it")

@@ -33,7 +33,7 @@ class RunConfig:
         None, "processes on each machine, or MIN:MAX for an elastic run; default: one per GPU, or one", str, flag=True
     )
     nnodes: str = _setting("1", "machines of the job, or MIN:MAX; each starts the same command", str, flag=True)
-    rdzv: str | None = _setting(None, "HOST:PORT where the machines of a job meet", str, flag=True)
+    rdzv: str | None = _setting(None, "where the machines of a job meet", str, flag=True)
     batch_size: int = _setting(32, "samples in one step, over all processes", int, flag=True)
     micro_batch: int | None = _setting(
         None, "samples a process takes at a time; the rest of its share is accumulated", int, flag=True
@@ -44,7 +44,7 @@ class RunConfig:
     shuffle: bool | None = _setting(None, "a new sample order every epoch, or the data set's own", bool, flag=True)
     precision: str = _setting(
         "fp32",
-        "arithmetic; master weights are fp32 under bf16 and fp16",
+        "fp32 (default), bf16, fp16 or fp64; master weights are fp32 under bf16 and fp16",
         str,
         ("fp32", "bf16", "fp16", "fp64"),
         flag=True,
@@ -52,13 +52,21 @@ class RunConfig:
     clip: float | None = _setting(None, "clip gradients to this global norm", float, flag=True)
     compile: bool = _setting(False, "torch.compile the model", bool, flag=True)
     activation_checkpointing: str = _setting(
-        "none", "recompute activations in backward", str, ("none", "full", "selective"), flag=True
+        "none",
+        "recompute activations in backward: none (default), full or selective",
+        str,
+        ("none", "full", "selective"),
+        flag=True,
     )
     offload: str = _setting(
         "none", "keep sharded parameters and optimizer state in host memory", str, ("none", "cpu"), flag=True
     )
     schedule: str | None = _setting(
-        None, "order of a pipeline's micro-batches; default: 1f1b", str, tuple(SCHEDULES), flag=True
+        None,
+        "order of a pipeline's micro-batches: gpipe, 1f1b (default), interleaved or zb",
+        str,
+        tuple(SCHEDULES),
+        flag=True,
     )
     split: str | None = _setting(
         None, "where a pipeline's stages begin, as in blocks.2,head; default: by cost", str, flag=True
@@ -76,7 +84,7 @@ class RunConfig:
     )
     max_restarts: int | None = _setting(
         None,
-        "restarts in a row without progress before the job fails; default: 3 if elastic, else none",
+        "restarts in a row without progress before it fails; default: 3 if elastic, else 0",
         int,
         flag=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from rung.checkpoint import Position, Sites
 from rung.config import RunConfig
@@ -155,6 +157,68 @@ def any_to_any() -> str:
     return f"{gap:.1e}"
 
 
+HUNGRY = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+defaults = {"batch_size": 64, "steps": 6, "log_every": 1}
+
+
+class Hungry(nn.Module):
+    def __init__(self, fraction):
+        super().__init__()
+        if torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(fraction)
+        self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(12)])
+
+    def forward(self, x):
+        x = x[:, None].expand(-1, 512, -1)  # 2 MiB a sample and layer
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.mean(dim=(1, 2))
+
+
+def model(fraction: float = 1.0):
+    return Hungry(fraction)
+
+
+def train_data():
+    g = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(512, 1024, generator=g), torch.randn(512, generator=g))
+
+
+def loss(output, target):
+    return F.mse_loss(output, target)
+
+
+def optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+"""
+
+
+def out_of_memory(strategy: str, num_ranks: int, fraction: float) -> str:
+    """The device really runs out of memory: the run goes on with smaller micro-batches, and the numbers are the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "task.py").write_text(HUNGRY)
+        command = [sys.executable, "-m", "rung.cli", "train", f"{folder}/task.py", "--set", "device=cuda"]
+        shared = ["--set", "backend=gloo"] if num_ranks > 1 else []
+        told = []
+        for name, own in (("whole", 1.0), ("poor", fraction)):
+            more = ["--out", f"{folder}/{name}", "--strategy", strategy, "--nproc", str(num_ranks), *shared]
+            done = subprocess.run(
+                [*command, *more, "--set", f"model.fraction={own}"], capture_output=True, text=True, timeout=200
+            )
+            assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+            told.append([line for line in done.stdout.splitlines() if "out of memory" in line])
+        assert not told[0] and told[1], told
+        whole, poor = (load_file(f"{folder}/{name}/model.safetensors") for name in ("whole", "poor"))
+        gap = max(float((whole[name] - poor[name]).abs().max()) for name in whole)
+        assert gap < 1e-5, f"differs by {gap:.1e}"
+    return f"{gap:.1e}; {told[1][-1]}"
+
+
 def rows() -> list[tuple[str, Callable[[], str]]]:
     found: list[tuple[str, Callable[[], str]]] = []
 
@@ -191,6 +255,8 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
     for strategy in ("ddp", "zero1", "zero3", "tp2"):
         add(f"{strategy} resumes exactly 2 ranks gloo", resumes_exactly, strategy, 2)
     add("any strategy to any, GPU and CPU, resumes", any_to_any)
+    add("single out of memory", out_of_memory, "single", 1, 0.02)
+    add("ddp out of memory 2 ranks gloo", out_of_memory, "ddp", 2, 0.01)
     add("tp2 gpt gloo x3", matches_cpu, "tp2", "gpt", 2, global_micro_batch=12)
     add("tp2 gpt gloo sequence parallel", matches_cpu, "tp2", "gpt", 2, sequence_parallel=True)
     add("tp4 gpt gloo", matches_cpu, "tp4", "gpt", 4)

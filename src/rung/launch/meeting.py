@@ -261,6 +261,7 @@ class Meeting:
     def leave(self) -> None:
         """Go, and let the others go on. Without it, they find out by themselves in three seconds."""
         self._has_left = True
+        self._ranks_store = None  # which closes its port
 
         def go() -> None:
             with self._forming:  # somebody may still be at it, and finds out within a second
