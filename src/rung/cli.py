@@ -86,7 +86,7 @@ class _Parser(argparse.ArgumentParser):
 
 class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=118)
+        super().__init__(prog, max_help_position=34, width=119)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
