@@ -30,7 +30,7 @@ class RunConfig:
         None, "how to spread the task; default: single, or ddp for several processes", str, flag=True
     )
     nproc: str | None = _setting(
-        None, "processes on each machine, or MIN:MAX for an elastic run; default: one per GPU, or one", str, flag=True
+        None, "processes on each machine, or MIN:MAX if they may change; default: one per GPU, or 1", str, flag=True
     )
     nnodes: str = _setting("1", "machines of the job, or MIN:MAX; each starts the same command", str, flag=True)
     rdzv: str | None = _setting(None, "where the machines of a job meet", str, flag=True)
