@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint bench bench-gpu bench-bubble bench-checkpoint clean
+.PHONY: demo test test-all lint bench bench-gpu bench-bubble bench-checkpoint chaos clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -47,6 +47,13 @@ bench-bubble: .venv/rung
 bench-checkpoint: .venv/rung
 	$(BIN)/python -m benchmarks.saving
 	$(BIN)/python -m benchmarks.loading
+	$(BIN)/python -m benchmarks.recovery
+
+# 200 faults at random moments over seven strategies, and 50 kills in the middle of saves. About half an hour.
+chaos: export OMP_NUM_THREADS = 1
+chaos: .venv/dev
+	$(BIN)/python -m tests.faults.chaos --faults 200 --out benchmarks/results/chaos.json
+	$(BIN)/pytest -s -q tests/faults/test_saving.py
 
 clean:
 	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -29,7 +29,7 @@ PHASES = (
     "stopped",  # left in good order with its state saved; the job is not finished
     "spare",  # takes no part; waits until it is needed
 )
-REQUESTS = ("", "stop")
+REQUESTS = ("", "stop", "hang up")  # to hang up: to close all connections, so that no wait for others lasts
 _SLOT = struct.Struct("<qiid")  # step, phase, pid, when
 _REQUEST = struct.Struct("<i")
 _SLOT_BYTES = 64  # a cache line each, so that ranks do not disturb each other. The first slot holds the request.
@@ -112,7 +112,11 @@ class StatusWriter:
 
     def stop_requested(self) -> bool:
         """Whether this rank or all of them were asked to stop. Ranks may see it at different moments (see `pulse`)."""
-        return self._asked or bool(_REQUEST.unpack_from(self._memory, 0)[0] == _STOP)
+        return self._asked or self.is_requested("stop")
+
+    def is_requested(self, what: str) -> bool:
+        """Whether the launcher asks all ranks for something."""
+        return bool(_REQUEST.unpack_from(self._memory, 0)[0] == _REQUEST_CODES[what])
 
 
 def _offset(rank: int) -> int:
@@ -121,4 +125,3 @@ def _offset(rank: int) -> int:
 
 _PHASE_CODES = {name: code for code, name in enumerate(PHASES)}
 _REQUEST_CODES = {name: code for code, name in enumerate(REQUESTS)}
-_STOP = _REQUEST_CODES["stop"]

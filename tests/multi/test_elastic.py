@@ -228,8 +228,7 @@ def test_terms_that_cannot_be_are_refused(
 # -- asked to leave --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("who", ["launcher", "rank"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(("who", "number"), [("launcher", signal.SIGTERM), ("rank", signal.SIGUSR1)])
 def test_who_is_asked_to_leave_can_be_resumed(
     launcher: Server,
     folder: Path,

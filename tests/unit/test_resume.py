@@ -13,12 +13,13 @@ from rung.config import resolve, write_toml
 from rung.errors import ConfigError, StrategyError
 from rung.launch.command import Plan, prepare
 from rung.launch.resume import (
+    claim,
     find_run,
     is_finished,
-    keep_old_settings,
     new_length,
     refuse_differences,
     settings_of,
+    write_settings,
 )
 from rung.task import Task, load_task
 
@@ -162,10 +163,29 @@ def test_a_run_is_finished_when_its_metrics_say_so(task: Task) -> None:
 
 def test_old_settings_are_kept(task: Task) -> None:
     run = write_run(task, "runs/a", seed=1)
-    keep_old_settings(run)
-    write_run(task, "runs/a", seed=2)
-    keep_old_settings(run)
+    write_settings(resolve(task, flags={"seed": 1}), run, "the same")
+    assert not (run / "config.1.toml").exists()
+    for seed in (2, 3):
+        write_settings(resolve(task, flags={"seed": seed}), run, "others")
     assert "seed = 1" in (run / "config.1.toml").read_text() and "seed = 2" in (run / "config.2.toml").read_text()
+    assert "seed = 3" in (run / "config.toml").read_text()
+
+
+def test_a_directory_belongs_to_one_run(task: Task) -> None:
+    run, shared = write_run(task, "runs/a"), Path("shared")
+    shared.mkdir()
+    claim(run, lambda own: own, is_new=True)
+    (run / "metrics.jsonl").touch()
+    mark = (run / ".state" / "run").read_text()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        claim(run, lambda own: own, is_new=True)
+    claim(run, lambda own: own, is_new=False)
+    assert (run / ".state" / "run").read_text() == mark
+    claim(run, lambda own: mark, is_new=True)  # another machine that shares the directory came first
+    with pytest.raises(ConfigError, match="not the run that the other machines"):
+        claim(run, lambda own: "another", is_new=False)
+    claim(shared, lambda own: mark, is_new=True)  # a machine that joins, with a disk of its own
+    assert (shared / ".state" / "run").read_text() == mark
 
 
 def test_equal_settings_are_no_difference(task: Task) -> None:

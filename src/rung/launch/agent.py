@@ -20,9 +20,10 @@ from rung.checkpoint.places import state_folders
 from rung.checkpoint.survey import Place, newest_whole, survey
 from rung.launch.console import JobConsole
 from rung.launch.elastic import Restarts, Terms
-from rung.launch.meeting import Fate, LauncherLost, Meeting, Round
+from rung.launch.meeting import LauncherLost, Meeting
 from rung.launch.rank import Seat
 from rung.launch.ranks import LEAVE_SECONDS, Ranks
+from rung.launch.rounds import Fate, Round
 from rung.launch.signals import Asked, Signals
 from rung.launch.watch import Outcome, Watch
 from rung.status import StatusBoard

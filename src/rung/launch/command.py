@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rung.config import Resolved, RunConfig, count_range, refuse_contradictions, resolve, write_toml
+from rung.config import Resolved, RunConfig, count_range, refuse_contradictions, resolve
 from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
 from rung.launch import resume as old_run
 from rung.launch.elastic import Terms, terms_of
@@ -140,7 +140,7 @@ def train(
             console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False, soft_wrap=True)
         meeting, folder = _go_to_meeting(plan, path, run, console)
         heading = f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}"
-        write_toml(plan.resolved, folder / old_run.CONFIG, heading)
+        old_run.write_settings(plan.resolved, folder, heading)
         return _run(path, plan, folder, meeting, console, is_resumed=run is not None)
 
 
@@ -204,41 +204,34 @@ def _go_to_meeting(plan: Plan, path: str | Path, run: Path | None, console: Cons
     from rung.launch.meeting import open_meeting
 
     out = str(run) if run is not None else plan.config.out
-    terms, meeting, is_first = plan.terms, None, True
+    terms, meeting = plan.terms, None
     if terms.nodes[1] > 1:
 
         def say(text: str) -> None:
             console.print(text, highlight=False, soft_wrap=True)
 
         meeting = open_meeting(terms.rdzv, terms.nodes, say)
-        is_first = _agree(plan, path, meeting)
+        _compare_settings(plan, path, meeting)
         if out is None:
-            out = meeting.agree("folder", new_run_name(plan.task.name, plan.layout.name))[0]
+            out = meeting.agree("folder", new_run_name(plan.task.name, plan.layout.name))
     folder = new_run_dir(plan.task.name, plan.layout.name, out)
-    if run is not None:
-        old_run.keep_old_settings(run)
-    elif (folder / "metrics.jsonl").exists() and is_first and plan.config.out is not None:
-        raise ConfigError(
-            f"--out {folder} holds a run already. Choose another directory, remove it, or go on with it: --resume."
-        )
+    old_run.claim(folder, lambda own: meeting.agree("run", own) if meeting is not None else own, is_new=run is None)
     return meeting, folder
 
 
-def _agree(plan: Plan, path: str | Path, meeting: Meeting) -> bool:
-    """Hold this machine's settings against those of the first one. Whether this is the first."""
+def _compare_settings(plan: Plan, path: str | Path, meeting: Meeting) -> None:
+    """Hold this machine's settings against those of the first one."""
     own = {key: value for key, value in asdict(plan.config).items() if key not in _OWN}
     own |= {key: repr(value) for key, value in plan.resolved.arguments.items()}
     file = Path(path, "task.py") if Path(path).is_dir() else Path(path)
     own["a task file of digest"] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    text, is_first = meeting.agree("settings", json.dumps(own, sort_keys=True))
-    theirs = json.loads(text)
+    theirs = json.loads(meeting.agree("settings", json.dumps(own, sort_keys=True)))
     for key in sorted(set(own) | set(theirs)):
         if own.get(key) != theirs.get(key):
             raise ConfigError(
                 f"this machine was started with {key} = {own.get(key)}, and the job at {plan.terms.rdzv} with "
                 f"{theirs.get(key)}. All machines start the same command."
             )
-    return is_first
 
 
 def _num_gpus() -> int:

@@ -115,7 +115,6 @@ class JobConsole:
         for rank in ranks:
             if rank not in self._logs:
                 self._logs[rank] = _Tail(self._folder / f"rank-{rank}.log")
-        self._failed.clear()
         self._board, self._first = board, ranks[0]
 
     def say(self, text: str) -> None:

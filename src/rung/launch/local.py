@@ -69,16 +69,16 @@ def launch(
                 agent.end()
             meeting.leave()
             retire(state)
-    outcome = agent.outcome
-    if outcome.kind != "finished" and (outcome.kind == "stopped" or signals.asked is not None):
-        raise Stopped(agent.step, is_saved=outcome.kind == "stopped", why=outcome.headline)
-    if outcome.kind == "failed":
-        raise JobFailed(outcome.report)
     summary: Summary | None = None
     if (state / "summary").exists():
         summary = pickle.loads((state / "summary").read_bytes())
     if not meeting.is_alone:
         shutil.rmtree(state, ignore_errors=True)
+    outcome = agent.outcome
+    if outcome.kind != "finished" and (outcome.kind == "stopped" or signals.asked is not None):
+        raise Stopped(agent.step, is_saved=outcome.kind == "stopped", why=outcome.headline)
+    if outcome.kind == "failed":
+        raise JobFailed(outcome.report)
     return summary, view
 
 

@@ -12,8 +12,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -28,59 +28,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from rung.errors import StrategyError
 from rung.launch.network import address_towards, answers, interface_of, resolve_host, split_endpoint
+from rung.launch.rounds import Fate, Lookout, News, Round
 from rung.strategy import fit
 
 # torch's defaults make every join and every loss of a machine cost half a minute.
 _TIMING = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 _JOIN_SECONDS = 7 * 24 * 3600  # how long to wait for other machines is for whoever started the job to say
 _STORE_SECONDS = 20
-_LOOK_SECONDS = 0.25
 _PARTING_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class Round:
-    """One forming of the world, as this launcher sees it."""
-
-    attempt: int  # 1 for the first world of the job
-    host: int  # the number of this launcher
-    num_hosts: int
-    first_rank: int  # of this machine
-    num_local: int
-    size: int  # processes of all machines
-    used: int  # those that the strategy can use; the ranks from here on are spares
-    strategy: str  # with its sizes
-    address: str  # where the ranks' store is
-    port: int
-    resume: bool
-    micro_batch: int | None = None  # instead of the one asked for, after a rank ran out of memory
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.num_local)
-
-    @property
-    def num_spares(self) -> int:
-        return self.size - self.used
-
-
-@dataclass(frozen=True)
-class Fate:
-    """How a round ended for one launcher."""
-
-    kind: str  # finished, stopped, left (stopped, and does not come back), failed
-    address: str
-    step: int = 0
-    headline: str = ""
-
-
-@dataclass(frozen=True)
-class News:
-    """What has come to light about the other launchers of a round."""
-
-    waiting: int = 0  # launchers that would join
-    lost: bool = False  # one of this round is gone, or has gone on without this one
-    fates: Mapping[int, Fate] = field(default_factory=dict)
+_ABANDONED_SECONDS = 8.0  # without a sign of life of any launcher
 
 
 class LauncherLost(Exception):
@@ -107,10 +63,12 @@ class Meeting:
         self._round: Round | None = None
         self._round_number = 0
         self._ranks_store: Any = None
-        self._watch: _Watch | None = None
+        self._lookout: Lookout | None = None
         self._has_left = False
         self._forming = threading.Lock()
         self._sit_down(store)
+        if self.endpoint is not None:
+            self._begin_anew_if_abandoned()
 
     def _sit_down(self, store: Any) -> None:
         self._base = store
@@ -129,6 +87,24 @@ class Meeting:
         )
         self.handler: Any = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
 
+    def _begin_anew_if_abandoned(self) -> None:
+        """A store in a process of its own remembers a job whose launchers are all gone. Nobody waits for those."""
+        deadline = time.monotonic() + _ABANDONED_SECONDS
+        while self._store.add("attempts", 0):
+            self.handler.num_nodes_waiting()  # looks, at most once a second
+            state = self.handler._state_holder.state
+            if state.participants or state.wait_list or state.redundancy_list:
+                return
+            if time.monotonic() > deadline or state.closed:
+                self._end_generation()
+                self._sit_down(self._base)
+                return
+            time.sleep(0.2)
+
+    def _end_generation(self) -> None:
+        following = str(int(self._generation) + 1)
+        self._base.compare_set("rung/generation", self._generation, following)
+
     def reconnect(self) -> None:
         """After an error at the store: a new connection, if somebody answers."""
         time.sleep(0.5)
@@ -146,10 +122,10 @@ class Meeting:
         """Whether the job is of this machine alone."""
         return self.nodes[1] == 1
 
-    def agree(self, key: str, value: str) -> tuple[str, bool]:
-        """What the first launcher to come said, and whether it was this one."""
+    def agree(self, key: str, value: str) -> str:
+        """What the first launcher to come said."""
         found: str = self._store.compare_set(key, "", value).decode()
-        return found, found == value
+        return found
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
@@ -164,6 +140,9 @@ class Meeting:
 
     def _form(self, own: dict[str, Any], strategy: str, schedule: str | None) -> Round:
         host, num_hosts = self._join()
+        if self._base.get("rung/generation").decode() != self._generation:  # it was taken for abandoned
+            self._sit_down(self._base)
+            raise LauncherLost
         self._round_number = self.handler._state_holder.state.round
         store = self.handler._get_store()
         store.set(f"host/{host}", json.dumps(own))
@@ -177,7 +156,7 @@ class Meeting:
             host=host, num_hosts=num_hosts, first_rank=sum(counts[:host]), num_local=counts[host], **plan
         )
         if not self.is_alone:
-            self._watch = _Watch(self.handler, store, self._round, self._round_number, self.nodes[1])
+            self._lookout = Lookout(self.handler, store, self._round, self._round_number, self.nodes[1])
         return self._round
 
     def _join(self) -> tuple[int, int]:
@@ -243,7 +222,7 @@ class Meeting:
         }
 
     def news(self) -> News:
-        return self._watch.news if self._watch is not None else News()
+        return self._lookout.news if self._lookout is not None else News()
 
     def tell(self, fate: Fate) -> None:
         """Tell the other launchers of this round how it ended here."""
@@ -252,9 +231,9 @@ class Meeting:
             self._try(lambda: self._round_store.set(key, json.dumps(asdict(fate))))
 
     def stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        if self._lookout is not None:
+            self._lookout.stop()
+            self._lookout = None
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -278,8 +257,7 @@ class Meeting:
             self.stop_watching()
             self.agree("ending", json.dumps([kind, headline]))
             self.handler.shutdown()
-            following = str(int(self._generation) + 1)
-            self._base.compare_set("rung/generation", self._generation, following)
+            self._end_generation()
             self._part_as_keeper() if self.hosts_store else self._store.add("gone", 1)
 
         self._try(end)
@@ -313,39 +291,6 @@ class Meeting:
         thread = threading.Thread(target=call, name="rung-parting", daemon=True)
         thread.start()
         thread.join(_PARTING_SECONDS)
-
-
-class _Watch:
-    """Looks at the rendezvous and at the others' fates, in a thread: a network that is cut lets no call return."""
-
-    def __init__(self, handler: Any, store: Any, round_: Round, number: int, max_hosts: int) -> None:
-        self.news = News()
-        self._handler, self._store, self._round, self._number = handler, store, round_, number
-        self._max_hosts = max_hosts
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="rung-meeting", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        fates: dict[int, Fate] = {}
-        while not self._stop.wait(_LOOK_SECONDS):
-            try:
-                waiting = self._handler.num_nodes_waiting()
-                state = self._handler._state_holder.state
-                gone = state.round != self._number or len(state.participants) < self._round.num_hosts
-                for host in set(range(self._round.num_hosts)) - {self._round.host, *fates}:
-                    if self._store.check([f"fate/{host}"]):
-                        fates[host] = Fate(**json.loads(self._store.get(f"fate/{host}")))
-                # A launcher for which there is no room may stand in the list, too.
-                room = self._max_hosts - self._round.num_hosts
-                self.news = News(min(waiting, room), gone, dict(fates))
-            except Exception:
-                # The store is out of reach. As long as the ranks get on, that is no reason to disturb them.
-                continue
 
 
 def open_meeting(endpoint: str | None, nodes: tuple[int, int], say: Callable[[str], None]) -> Meeting:

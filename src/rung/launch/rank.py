@@ -23,6 +23,7 @@ import torch
 from rung.errors import RESUME_EXIT_CODE
 from rung.launch.console import ATTEMPT_MARK, FAILURE_MARK, WARNING_MARK
 from rung.launch.failure import read_failures, record_failure
+from rung.launch.network import close_connections
 from rung.launch.server import SHIELDED
 from rung.launch.stacks import answer_with_stack
 from rung.processes import die_with_parent, num_cores
@@ -32,6 +33,7 @@ from rung.world import environment_local_size, environment_rank, set_environment
 
 # How long threads of the task may go on after training, to finish what they write.
 _THREAD_SECONDS = 5.0
+_LISTEN_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", seat.interface)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // environment_local_size()))
+        _hang_up_when_asked(status)
         summary = worker(job, status)
         code = RESUME_EXIT_CODE if summary.stopped else 0
         if rank == 0 and not summary.stopped:
@@ -91,6 +94,18 @@ def _leave_when_asked(status: StatusWriter) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: status.ask_to_stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
+
+
+def _hang_up_when_asked(status: StatusWriter) -> None:
+    """A collective whose peer is silent waits for minutes, and Python does not run meanwhile: the launcher asks this
+    thread to close its connections. The wait then ends with an error, and the state can still be saved."""
+
+    def listen() -> None:
+        while not status.is_requested("hang up"):
+            time.sleep(_LISTEN_SECONDS)
+        close_connections()
+
+    threading.Thread(target=listen, name="rung-listen", daemon=True).start()
 
 
 def _wait_as_spare(status: StatusWriter) -> NoReturn:

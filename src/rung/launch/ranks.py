@@ -47,7 +47,8 @@ class Ranks:
         return {rank: self.board.read(rank) for rank in self._pids}
 
     def all_gone(self) -> bool:
-        return len(self.deaths) == len(self._pids)
+        """Whether nobody is left, but for spares."""
+        return all(rank in self.deaths or status.phase == "spare" for rank, status in self.local.items())
 
     def lost(self) -> bool:
         """Whether a rank has ended that had not left in good order. A spare is no loss."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rung.config import SETTINGS, Resolved, RunConfig, read_toml
+from rung.config import SETTINGS, Resolved, RunConfig, read_toml, write_toml
 from rung.errors import ConfigError
 from rung.strategy import Layout
 from rung.task import ROLES, Task
@@ -133,9 +136,34 @@ def is_finished(folder: Path) -> bool:
         return False
 
 
-def keep_old_settings(folder: Path) -> None:
-    """config.toml becomes config.1.toml, and so on."""
-    numbers = [
-        int(path.name.split(".")[1]) for path in folder.glob("config.*.toml") if path.name.split(".")[1].isdigit()
-    ]
-    (folder / CONFIG).rename(folder / f"config.{max(numbers, default=0) + 1}.toml")
+def write_settings(resolved: Resolved, folder: Path, heading: str) -> None:
+    """config.toml of a run. One that says something else becomes config.1.toml, and so on.
+
+    In one go: machines that share the directory may read it meanwhile.
+    """
+    path, partial = folder / CONFIG, folder / f".{CONFIG}.{os.getpid()}"
+    write_toml(resolved, partial, heading)
+    if path.exists() and read_toml(path) != read_toml(partial):
+        names = [old.name.split(".")[1] for old in folder.glob("config.*.toml")]
+        number = max((int(name) for name in names if name.isdigit()), default=0) + 1
+        shutil.copyfile(path, folder / f"config.{number}.toml")
+    partial.replace(path)
+
+
+def claim(folder: Path, agree: Callable[[str], str], *, is_new: bool) -> None:
+    """Mark a directory as that of one run, which all machines of the job agree upon.
+
+    What another run has left in it, on one of the machines, would be taken for this one's.
+    """
+    mark = folder / ".state" / "run"
+    own = mark.read_text() if mark.exists() else None
+    offered = own if own is not None and not is_new else uuid.uuid4().hex
+    agreed = agree(offered)
+    if not is_new and agreed != offered:
+        raise ConfigError(f"{folder} is not the run that the other machines go on with.")
+    if is_new and agreed != own and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        raise ConfigError(
+            f"--out {folder} holds a run already. Choose another directory, remove it, or go on with it: --resume."
+        )
+    mark.parent.mkdir(exist_ok=True)
+    mark.write_text(agreed)

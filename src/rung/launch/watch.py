@@ -12,14 +12,16 @@ from rung import errors
 from rung.launch.elastic import Terms, wanted_processes
 from rung.launch.failure import FailureRecord, first_to_fail, read_failures, report
 from rung.launch.hang import HangWatch
-from rung.launch.meeting import Fate, Meeting, News, Round
+from rung.launch.meeting import Meeting
 from rung.launch.ranks import LEAVE_SECONDS, Ranks
+from rung.launch.rounds import Fate, News, Round
 from rung.launch.signals import Signals
 
 _POLL_SECONDS = 0.05
 # How long after a death the others may still fall by themselves: a rank that lost its connection to the dead one says
 # so in its log, and two deaths that the system reports out of order are both seen.
 _SETTLE_SECONDS = 0.25
+_HANG_UP_SECONDS = 1.0  # the same, after they were asked to hang up
 # The same, where the dead rank is on another machine.
 _FAR_SECONDS = 2.0
 # How long ranks that may have lost a machine have to save. Those that can do it are quick; those that cannot wait.
@@ -91,6 +93,7 @@ class Watch:
                 where = [f"rank {rank}: {text}" for rank, text in self._hangs.places().items()]
                 told = stopping.reason or "the ranks did not save their state in time"
                 lines = [f"{told}, in step {ranks.step()}", *where, f"logs: {self._logs}"]
+                self._settle()
                 return replace(stopping, kind="failed", step=ranks.step(), report="\n".join(lines))
 
     def _look(self, news: News) -> Outcome | None:
@@ -107,12 +110,12 @@ class Watch:
             return Outcome("finished", ranks.step()) if handed_over else self._failed()
         hang = self._hangs.look()
         if hang is not None:
+            self._settle()
             return Outcome("failed", ranks.step(), hang.text, culprits=len(hang.missing))
         kinds = {fate.kind for fate in news.fates.values()}
         if "failed" in kinds:
             self._wait_until(lambda: ranks.lost() or ranks.only_spares(), _FAR_SECONDS)
-            if ranks.lost():
-                self._settle()
+            self._settle()
             return self._failed()
         if kinds and ranks.only_spares():
             return Outcome("finished" if "finished" in kinds else "stopped", ranks.step())
@@ -136,17 +139,23 @@ class Watch:
         return None, nothing
 
     def _settle(self) -> None:
-        """After a death: let the others fall by themselves, and save what they have if somebody is to go on from it."""
+        """The world is lost: let the ranks fall by themselves, and save what they have if somebody is to go on from it.
+
+        Those that wait for others in vain are then asked to hang up, unless there is no time left for it.
+        """
         ranks, started = self._ranks, time.monotonic()
-        changed, seen = started, -1
+        changed, seen, patience = started, -1, _SETTLE_SECONDS
         while not ranks.all_gone() and time.monotonic() < started + self._terms.grace_seconds:
             told = {int(path.stem.partition("-")[2]) for path in self._state.glob("rank-*.json")}
             if len(told) + len(ranks.deaths) != seen:
                 seen, changed = len(told) + len(ranks.deaths), time.monotonic()
             # A rank that has told its failure and is still there saves its state.
             is_saving = bool((told & set(ranks.local)) - set(ranks.deaths))
-            if not is_saving and time.monotonic() > changed + _SETTLE_SECONDS:
-                return
+            if not is_saving and time.monotonic() > changed + patience:
+                if patience == _HANG_UP_SECONDS or not self._terms.restarts or self._signals.asked is not None:
+                    return
+                ranks.board.request("hang up")
+                changed, patience = time.monotonic(), _HANG_UP_SECONDS
             time.sleep(0.01)
             ranks.look()
 

@@ -1,0 +1,89 @@
+"""One forming of the world: what the launchers that take part in it know of it and of each other."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_LOOK_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Round:
+    """One forming of the world, as this launcher sees it."""
+
+    attempt: int  # 1 for the first world of the job
+    host: int  # the number of this launcher
+    num_hosts: int
+    first_rank: int  # of this machine
+    num_local: int
+    size: int  # processes of all machines
+    used: int  # those that the strategy can use; the ranks from here on are spares
+    strategy: str  # with its sizes
+    address: str  # where the ranks' store is
+    port: int
+    resume: bool
+    micro_batch: int | None = None  # instead of the one asked for, after a rank ran out of memory
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.num_local)
+
+    @property
+    def num_spares(self) -> int:
+        return self.size - self.used
+
+
+@dataclass(frozen=True)
+class Fate:
+    """How a round ended for one launcher."""
+
+    kind: str  # finished, stopped, left (stopped, and does not come back), failed
+    address: str
+    step: int = 0
+    headline: str = ""
+
+
+@dataclass(frozen=True)
+class News:
+    """What has come to light about the other launchers of a round."""
+
+    waiting: int = 0  # launchers that would join
+    lost: bool = False  # one of this round is gone, or has gone on without this one
+    fates: Mapping[int, Fate] = field(default_factory=dict)
+
+
+class Lookout:
+    """Looks at the rendezvous and at the others' fates, in a thread: a network that is cut lets no call return."""
+
+    def __init__(self, handler: Any, store: Any, round_: Round, number: int, max_hosts: int) -> None:
+        self.news = News()
+        self._handler, self._store, self._round, self._number = handler, store, round_, number
+        self._max_hosts = max_hosts
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="rung-meeting", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        fates: dict[int, Fate] = {}
+        while not self._stop.wait(_LOOK_SECONDS):
+            try:
+                waiting = self._handler.num_nodes_waiting()
+                state = self._handler._state_holder.state
+                gone = state.round != self._number or len(state.participants) < self._round.num_hosts
+                for host in set(range(self._round.num_hosts)) - {self._round.host, *fates}:
+                    if self._store.check([f"fate/{host}"]):
+                        fates[host] = Fate(**json.loads(self._store.get(f"fate/{host}")))
+                # A launcher for which there is no room may stand in the list, too.
+                room = self._max_hosts - self._round.num_hosts
+                self.news = News(min(waiting, room), gone, dict(fates))
+            except Exception:
+                # The store is out of reach. As long as the ranks get on, that is no reason to disturb them.
+                continue
