@@ -55,6 +55,11 @@ class Row:
     accumulates: bool
 
     @property
+    def is_slow(self) -> bool:
+        """Whether `make test` leaves it to `make test-all`."""
+        return self.num_ranks == 8 or (self.num_ranks == 4 and self.model == "babycnn" and self.accumulates)
+
+    @property
     def name(self) -> str:
         return f"{self.strategy}-{self.model}-{self.num_ranks}ranks{'-accumulated' if self.accumulates else ''}"
 

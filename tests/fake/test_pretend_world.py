@@ -60,7 +60,7 @@ def pretend(task: Task, strategy: str, size: int, rank: int, micro_batch: int | 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", ["babycnn", "gpt"])
+@pytest.mark.parametrize("model", [pytest.param("babycnn", marks=pytest.mark.slow), "gpt"])
 def test_two_steps_of_64_ranks(strategy: str, model: str) -> None:
     size = 1 if strategy == "single" else 64
     pretend(TASKS[model](), strategy, size, size // 2, 1 if size > 1 else 32)
@@ -77,7 +77,7 @@ def test_two_steps_of_64_ranks_in_each_stage(strategy: str, model: str) -> None:
         pretend(TASKS[model](), strategy, 64, stage * each + each // 2, None if layout.num_data_ranks < 16 else 2)
 
 
-@pytest.mark.parametrize("stage", [0, 31, 63])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (31, 63))])
 def test_64_stages(stage: int) -> None:
     task = text_task(model=lambda: TinyGPT(layers=64))
     pretend(task, "pp64", 64, stage, 1)

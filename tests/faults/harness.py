@@ -189,6 +189,8 @@ def suffer(
     moments = sorted(chance.randrange(0, NUM_STEPS - 4) for _ in kinds)
     deadline = time.monotonic() + _LIMIT
     try:
+        while not (job.run_dir / "config.toml").exists() and not job.over() and time.monotonic() < deadline:
+            time.sleep(0.01)
         with small_disk(job.run_dir / "checkpoints", wanted="disk" in kinds) as disk:
             for kind, moment in zip(kinds, moments, strict=True):
                 if not _reach(job, moment, deadline):

@@ -81,17 +81,19 @@ LANGUAGE_CONFIG = RunConfig(batch_size=10, steps=4, precision="fp64", clip=0.5, 
 VISION_CONFIG = RunConfig(batch_size=12, steps=2, precision="fp64", clip=0.5, device="cpu")
 
 
-@pytest.mark.parametrize("strategy", ["tp2", "pp2", "pp2,fsdp2"])
+@pytest.mark.parametrize("strategy", ["tp2", "pp2", pytest.param("pp2,fsdp2", marks=pytest.mark.slow)])
 def test_gpt2_of_hugging_face(strategy: str) -> None:
     assert difference_from_a_loop_by_hand(gpt2_task, strategy, LANGUAGE_CONFIG) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", ["tp2", "pp2", "fsdp2,tp2", "pp2,tp2"])
+@pytest.mark.parametrize(
+    "strategy", ["tp2", "pp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2,tp2", "pp2,tp2"))]
+)
 def test_llama_of_hugging_face(strategy: str) -> None:
     assert difference_from_a_loop_by_hand(llama_task, strategy, LANGUAGE_CONFIG) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", ["tp2", "pp2", "pp2,ddp2"])
+@pytest.mark.parametrize("strategy", ["tp2", "pp2", pytest.param("pp2,ddp2", marks=pytest.mark.slow)])
 def test_resnet18_of_torchvision(strategy: str) -> None:
     # Six images at a time over all ranks. The last batch norms see one pixel of each; with three images even one
     # process has only eight digits that do not depend on the order of additions.
@@ -100,7 +102,7 @@ def test_resnet18_of_torchvision(strategy: str) -> None:
     assert difference_from_a_loop_by_hand(resnet_task, strategy, config) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", ["tp2", "pp2", "pp2,fsdp2"])
+@pytest.mark.parametrize("strategy", ["tp2", "pp2", pytest.param("pp2,fsdp2", marks=pytest.mark.slow)])
 def test_vision_transformer_of_torchvision(strategy: str) -> None:
     assert difference_from_a_loop_by_hand(vit_task, strategy, VISION_CONFIG) < 1e-9
 

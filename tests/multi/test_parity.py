@@ -17,7 +17,9 @@ from tests.parity import Outcome, by_hand, largest_difference, with_rung
 from tests.tasks import TASKS
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.is_slow else []) for row in ROWS]
+)
 def test_strategy_matches_one_process(row: Row) -> None:
     # Five steps are an epoch, the last of them short. Seven go on into the next.
     steps = 5 if row.layout.is_composed else 7

@@ -71,7 +71,7 @@ class JobConsole:
         self._logs: dict[int, _Tail] = {}
         self._metrics = _Tail(run_dir / "metrics.jsonl")
         self._board: StatusBoard | None = None
-        self._first = 0  # rank of this machine, which the progress follows
+        self._leader = 0  # the rank of this machine that the progress follows
         self._console = console
         self._quiet = quiet
         self._failed: set[int] = set()
@@ -82,7 +82,7 @@ class JobConsole:
         self._progress: Progress | None = None
         self._last_plain = time.monotonic()
         self._last_plain_step = 0
-        self._first_step_at: float | None = None
+        self._first: tuple[float, int] | None = None  # when the first step of this attempt was told, and which
         self._recent: deque[tuple[float, float]] = deque(maxlen=20)
 
     def __enter__(self) -> JobConsole:
@@ -115,7 +115,7 @@ class JobConsole:
         for rank in ranks:
             if rank not in self._logs:
                 self._logs[rank] = _Tail(self._folder / f"rank-{rank}.log")
-        self._board, self._first = board, ranks[0]
+        self._board, self._leader = board, ranks[0]
 
     def say(self, text: str) -> None:
         """A line of the launcher's own."""
@@ -157,12 +157,13 @@ class JobConsole:
             self._console.print(Text(line), highlight=False, soft_wrap=True)
 
     def _take(self, row: dict[str, Any]) -> None:
-        if row["event"] == "start":
+        if row["event"] in ("start", "resume"):
             self._total = row["total_steps"]
+            self._first = None
         elif row["event"] == "step":
             self.last_step = row
             self._recent.append((float(row["samples_per_second"]), row["step_seconds"]))
-            self._first_step_at = self._first_step_at or time.monotonic()
+            self._first = self._first or (time.monotonic(), row["step"])
         elif row["event"] == "eval":
             self.last_evaluation = row
             if not self._quiet:
@@ -177,7 +178,7 @@ class JobConsole:
     def _draw(self) -> None:
         if self._board is None:
             return
-        status = self._board.read(self._first)
+        status = self._board.read(self._leader)
         step = self.last_step
         if self._progress is not None:
             figures = self._figures() if step else ""
@@ -191,8 +192,8 @@ class JobConsole:
             self._last_plain, self._last_plain_step = time.monotonic(), step["step"]
             total = f"/{self._total}" if self._total else ""
             left = ""
-            if self._total and step["step"] > 1 and self._first_step_at is not None:
-                each = (time.monotonic() - self._first_step_at) / (step["step"] - 1)
+            if self._total and self._first is not None and step["step"] > self._first[1]:
+                each = (time.monotonic() - self._first[0]) / (step["step"] - self._first[1])
                 left = f"  {each * (self._total - step['step']):.0f} s left"
             self._console.print(f"  step {step['step']}{total}  {self._figures()}{left}", highlight=False)
 

@@ -25,7 +25,7 @@ _HANG_UP_SECONDS = 1.0  # the same, after they were asked to hang up
 # The same, where the dead rank is on another machine.
 _FAR_SECONDS = 2.0
 # How long ranks that may have lost a machine have to save. Those that can do it are quick; those that cannot wait.
-_LOST_SECONDS = 5.0
+_LOST_SECONDS = 2.0
 _LOST = "a machine was lost"
 # What a rank says when starting it again would only bring the same.
 _FINAL = tuple(
