@@ -30,6 +30,19 @@ def restore_generators(state: tuple[Any, Any, torch.Tensor]) -> None:
     torch.set_rng_state(state[2])
 
 
+class DeviceGenerators:
+    """The states of all generators, that of a GPU among them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._host = device, save_generators()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        restore_generators(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
 class Marks:
     """The states of the generators, quicker to take than `save_generators`: a few microseconds for each batch read."""
 

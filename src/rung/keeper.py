@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ from rung.checkpoint import (
     state_folders,
 )
 from rung.checkpoint.manifest import remove, steps_in
+from rung.checkpoint.state import small_state
 from rung.config import RunConfig, is_elastic
+from rung.errors import CheckpointError
 from rung.runtime.mesh import MeshRuntime
+
+log = logging.getLogger("rung")
 
 
 def find_state(run_dir: Path, sites: Sites, *, resume: bool) -> Checkpoint | None:
@@ -53,8 +58,10 @@ class Keeper:
         config: RunConfig,
         settings: Mapping[str, Any],
         start: Position,
+        found: Checkpoint | None = None,
     ) -> None:
-        self._run_dir, self._sites, self._config, self._start = run_dir, sites, config, start
+        """`found` is the state that the run goes on from, of the position `start`."""
+        self._run_dir, self._sites, self._config, self._runtime = run_dir, sites, config, runtime
         self._saver = Saver(
             checkpoints_folder(run_dir),
             runtime,
@@ -64,18 +71,37 @@ class Keeper:
             keep_every=config.keep_every,
             background=config.async_save,
         )
+        if found is not None and found.path.parent == checkpoints_folder(run_dir):
+            self._saver.last = start  # it lies there already
+        self._is_checked = False
         self._replicator = None
         if config.replicate_state:
             self._replicator = Replicator(memory_folder(run_dir), runtime, sites, settings)
-        self._rescuer = Rescuer(rescue_folder(run_dir), runtime, settings, start)
+        self._rescuer = Rescuer(rescue_folder(run_dir), runtime, settings, start, is_kept=found is not None)
 
     def before_step(self) -> None:
         self._rescuer.before_step()
 
     def after_step(self, position: Position) -> None:
+        if not self._is_checked:
+            self._check()
         self._rescuer.after_step(position)
         if self._replicator is not None:
             self._replicator.keep(position)
+
+    def after_evaluation(self, position: Position) -> None:
+        self._rescuer.after_step(position)
+
+    def _check(self) -> None:
+        """After the first step, when the optimizer has its state: whether that can be saved at all."""
+        self._is_checked = True
+        try:
+            small_state(self._runtime)
+        except CheckpointError as error:
+            if self.is_protected:
+                raise
+            if self._sites.world.is_main:
+                log.warning("%s This run can have no checkpoint, not even when it is asked to stop.", error)
 
     def is_due(self, position: Position) -> bool:
         every = self._config.checkpoint_every
@@ -89,14 +115,14 @@ class Keeper:
 
     def finish(self, position: Position) -> None:
         """At the end of training."""
-        if self._config.checkpoint_every is not None and self._saver.last_step != position.step:
+        if self._config.checkpoint_every is not None and self._saver.last != position:
             self._saver.save(position)
         self._saver.wait()
 
     def stop(self, position: Position) -> None:
         """Asked to leave: what was reached goes to the disk. Raises if that fails."""
         self._saver.wait()
-        if self._saver.last_step != position.step or position.evaluation_due:
+        if self._saver.last != position:
             self._saver.save(position, wait=True)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 from rung.batches import Batches, Window
 from rung.checkpoint import Position
 from rung.config import RunConfig
+from rung.generators import DeviceGenerators
 from rung.keeper import Keeper
 from rung.metrics import EvalRecord, Ledger, Observer, Sealed, StepRecord
 from rung.pulse import Pulse
@@ -41,11 +42,12 @@ def run(
     status: StatusWriter | None = None,
     keeper: Keeper | None = None,
     start: Position | None = None,
+    at_end: Callable[[int], None] | None = None,
 ) -> Summary:
     """Train to the end of `batches`, or until asked to stop. The same for every strategy, and for a pretend world."""
     status = status or StatusWriter()
     loop = _Loop(runtime, batches, world, config, observers or [], evaluation, status, keeper, start)
-    summary = loop.run({"total_steps": batches.total_steps, **(facts or {})})
+    summary = loop.run({"total_steps": batches.total_steps, **(facts or {})}, at_end)
     loop.close()
     return summary
 
@@ -75,7 +77,7 @@ class _Loop:
         self._last: StepRecord | None = None
         self._measured: EvalRecord | None = None
 
-    def run(self, facts: dict[str, Any]) -> Summary:
+    def run(self, facts: dict[str, Any], at_end: Callable[[int], None] | None) -> Summary:
         config, status, total = self._config, self._status, self._batches.total_steps
         for observer in self._observers:
             observer.on_start(facts, self._start.step)
@@ -92,16 +94,17 @@ class _Loop:
             if self._keeper is not None:
                 self._keeper.before_step()
             self._ledger.add(window, self._runtime.step(window, want_norm=logs))
-            self._position = self._after(window)
+            evaluates = self._evaluation is not None and _is_due(config.eval_every, step, window.ends_epoch, is_last)
+            self._position = replace(self._after(window), evaluation_due=evaluates)
             if self._keeper is not None:
                 self._keeper.after_step(self._position)
-            evaluates = self._evaluation is not None and _is_due(config.eval_every, step, window.ends_epoch, is_last)
             self._tell()  # of the step before: the device has this one to work on meanwhile
-            if logs or evaluates:
+            saves = self._keeper is not None and self._keeper.is_due(self._position)
+            if logs or evaluates or saves:
                 status.phase("logging")
                 self._sealed = self._ledger.seal()
-                if evaluates or self._world.device.type == "cpu":
-                    self._tell()
+                if evaluates or saves or self._world.device.type == "cpu":
+                    self._tell()  # before a save: what counts from then on is told
             if evaluates and not self._evaluate():
                 return self._stop()
             self._save_if_due()
@@ -117,6 +120,8 @@ class _Loop:
         if wanted and (self._measured is None or self._measured.step != self._position.step) and not self._evaluate():
             return self._stop()
         self._finish_saving()
+        if at_end is not None:
+            at_end(self._position.step)
         state = self._world.gather([float(count) for count in self._runtime.state_bytes().values()])
         kept = [dict(zip(self._runtime.state_bytes(), map(int, row), strict=True)) for row in state]
         for observer in self._observers:
@@ -153,12 +158,16 @@ class _Loop:
         position = self._position
         epoch = position.epoch - 1 if position.sample == 0 and position.epoch > 0 else position.epoch
         started = time.perf_counter()
+        generators = DeviceGenerators(self._world.device)
         try:
             metrics = self._runtime.evaluate(self._interruptible(self._evaluation()))
         except _AskedToStop:
+            generators.restore()  # it will be done again from its beginning
             self._position = replace(position, evaluation_due=True)
             return False
         self._position = replace(position, evaluation_due=False)
+        if self._keeper is not None:
+            self._keeper.after_evaluation(self._position)
         self._measured = EvalRecord(position.step, epoch, metrics, time.perf_counter() - started)
         for observer in self._observers:
             observer.on_evaluation(self._measured)

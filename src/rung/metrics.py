@@ -213,6 +213,8 @@ def committed(path: Path) -> list[dict[str, Any]]:
         if row["event"] in ("start", "resume"):
             reached = row.get("step", 0)
             rows = [kept for kept in rows if kept["event"] in ("start", "resume") or kept.get("step", 0) <= reached]
+        if row["event"] == "eval":  # one that was cut short or not told in time is done again
+            rows = [kept for kept in rows if kept["event"] != "eval" or kept["step"] != row["step"]]
         rows.append(row)
     return rows
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from rung.batches import Batches, Cut
 from rung.checkpoint import Checkpoint, Position, Sites, is_same_topology, restore, save_weights
 from rung.config import RunConfig, half_micro_batch, micro_batch_size
+from rung.errors import CheckpointError
 from rung.keeper import Keeper, find_state
 from rung.loop import Summary, run
 from rung.metrics import JsonLines, Observer, TensorBoard
@@ -66,6 +67,11 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
             checkpoint = find_state(folder, sites, resume=job.resume)
         start = position_of(checkpoint)
         batches = make_batches(task, config, world, start_step=start.step)
+        if checkpoint is not None and checkpoint.manifest.get("num_samples") != batches.num_samples:
+            raise CheckpointError(
+                f"the training data had {checkpoint.manifest.get('num_samples')} samples when the state was saved and "
+                f"has {batches.num_samples} now: which of them this epoch has seen is not known any more."
+            )
         runtime = build_runtime(
             task,
             world,
@@ -90,8 +96,13 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
         observers: list[Observer] = []
         keeper = None
         if folder is not None and sites is not None:
-            settings = {"task": task.name, "config": asdict(config), "arguments": dict(job.arguments)}
-            keeper = Keeper(folder, runtime, sites, config, settings, start)
+            settings = {
+                "task": task.name,
+                "config": asdict(config),
+                "arguments": dict(job.arguments),
+                "num_samples": batches.num_samples,
+            }
+            keeper = Keeper(folder, runtime, sites, config, settings, start, checkpoint)
             if world.is_main:
                 observers = [
                     JsonLines(folder / "metrics.jsonl", resume=job.resume),
@@ -106,6 +117,12 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
             "parameters": runtime.facts.num_trainable + runtime.facts.num_frozen,
             "buffers": runtime.facts.buffer_names,
         }
+
+        def save_whole_weights(step: int) -> None:
+            if folder is not None and config.save_weights:
+                status.phase("saving")
+                save_weights(runtime, folder / "model.safetensors", step=step)
+
         try:
             summary = run(
                 runtime,
@@ -118,6 +135,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
                 status=status,
                 keeper=keeper,
                 start=start,
+                at_end=save_whole_weights,
             )
         except Exception as error:
             _explain(error, runtime, world, config, keeper)
@@ -127,8 +145,6 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
         status.phase("saving")
         for observer in observers:
             observer.close()
-        if folder is not None and config.save_weights and not summary.stopped:
-            save_weights(runtime, folder / "model.safetensors", step=summary.steps)
         if keeper is not None:
             keeper.close()
         world.barrier()

@@ -196,7 +196,8 @@ def suffer(
                 if not _reach(job, moment, deadline):
                     break
                 time.sleep(chance.random() * 0.05)
-                story.faults.append(_strike(job, kind, chance, disk, deadline))
+                struck = _strike(job, kind, chance, disk, deadline)
+                story.faults += [struck] if struck is not None else []
             while not job.over() and time.monotonic() < deadline:
                 time.sleep(0.02)
         story.problems += examine(job, known, tolerance=0.0)
@@ -213,7 +214,8 @@ def _reach(job: Launched, step: int, deadline: float) -> bool:
     return False
 
 
-def _strike(job: Launched, kind: str, chance: random.Random, disk: Path | None, deadline: float) -> Suffered:
+def _strike(job: Launched, kind: str, chance: random.Random, disk: Path | None, deadline: float) -> Suffered | None:
+    """Hit the job. None if it was over before."""
     rank = chance.randrange(job.num_ranks)
     before = job.rows()
     done = max((row["step"] for row in before if row["event"] == "step"), default=0)
@@ -231,7 +233,7 @@ def _strike(job: Launched, kind: str, chance: random.Random, disk: Path | None, 
             time.sleep(0.01)
             pid = job.pid(rank)
         if pid is None:
-            return fault
+            return None
         if kind == "corrupt":
             _flip_a_byte(job.run_dir / "checkpoints", chance)
         signals = {"kill": signal.SIGKILL, "corrupt": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}

@@ -92,8 +92,7 @@ def kill_while_saving(folder: Path, times: int, seed: int) -> dict[str, int]:
             time.sleep(chance.choice([0.0, 0.0, 0.02]))
         for process in ranks:
             process.join()
-        unfinished = [path for path in folder.glob("step-*") if not (path / "manifest.json").exists()]
-        hit += bool(unfinished)
+        hit += any(folder.glob(".step-*"))
         with_ranks = chance.choice([("single", 1), ("zero3", 2)])
         step, low, high = on_ranks(_load, with_ranks[1], with_ranks[0], str(folder))[0]
         assert step > reached, f"seed {seed}: nothing new after {reached}"

@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +147,22 @@ def test_a_killed_rank_is_replaced_and_the_numbers_are_those_of_a_run_without_fa
     assert "---- attempt" not in outcome.output
     assert weights(folder / "out") == expected
     assert_every_step_once(folder / "out", 40)
+
+
+def test_a_rank_that_stands_still_costs_no_step(launcher: Server, folder: Path) -> None:
+    """The others wait for it in a collective. They are made to give up, and save what they have."""
+
+    def stop(_: Path) -> None:
+        os.kill(wait_for(folder / "out", all_at(5, 2))[1].pid, signal.SIGSTOP)
+
+    outcome = launcher.run(
+        folder, "--steps", "30", "--max-restarts", "1", "--timeout", "3", *NAP, nproc="2", during=stop
+    )
+    assert outcome.code == 0, outcome.output
+    hung, reached = re.findall(r"^the job hangs in step (\d+): .*; going on with 2 ranks from step (\d+)$",
+                               outcome.output, re.MULTILINE)[0]  # fmt: skip
+    assert int(reached) >= int(hung) - 1
+    assert_every_step_once(folder / "out", 30)
 
 
 def test_failures_without_progress_end_the_job_with_the_report(launcher: Server, folder: Path) -> None:
@@ -325,10 +343,22 @@ def free_port() -> int:
 def test_machines_join_leave_and_are_lost(folder: Path) -> None:
     """Three launchers of a job for two machines. It takes steps until all has happened that is to happen."""
     (folder / "nap").write_text("0.1")
-    flags = ("--nnodes", "1:2", "--rdzv", f"127.0.0.1:{free_port()}", "--steps", "800", "--checkpoint-every", "50")
+    port = free_port()
+    place = subprocess.Popen([sys.executable, "-m", "rung.cli", "rdzv", str(port)], stdout=subprocess.PIPE)
+    try:
+        assert place.stdout is not None
+        assert b"machines can meet" in place.stdout.readline()
+        _act_with_machines(folder, f"127.0.0.1:{port}")
+    finally:
+        place.terminate()
+        assert place.wait(10) == 0
+
+
+def _act_with_machines(folder: Path, endpoint: str) -> None:
+    flags = ("--nproc", "1", "--nnodes", "1:2", "--rdzv", endpoint, "--steps", "800", "--checkpoint-every", "50")
 
     def start(name: str) -> Command:
-        return Command.start(folder, "--nproc", "1", "--out", name, *flags, output=f"{name}.txt")
+        return Command.start(folder, *flags, "--out", name, output=f"{name}.txt")
 
     def joined(names: list[str]) -> str:
         assert_soon(lambda: any(map(trains, names)), f"none of {names} joined", seconds=60)
@@ -339,19 +369,21 @@ def test_machines_join_leave_and_are_lost(folder: Path) -> None:
         return bool(found) and all(status.step >= 1 for status in found.values())
 
     first = start("a")
-    wait_for(folder / "a", all_at(2, 1))
     others = {name: start(name) for name in ("b", "c")}
+    wait_for(folder / "a", all_at(2, 1))
     name = joined(["b", "c"])  # there is no room for the other
     os.kill(others[name].process.pid, signal.SIGTERM)
     assert others.pop(name).end().code == 75
     name = joined(list(others))
-    os.kill(others[name].process.pid, signal.SIGKILL)
-    assert_soon(lambda: "a machine was lost" in (folder / "a.txt").read_text(), "nobody missed it", seconds=30)
+    os.kill(first.process.pid, signal.SIGKILL)  # the machine of rank 0
+    first.end()
+    assert_soon(lambda: "a machine was lost" in (folder / f"{name}.txt").read_text(), "nobody missed it", seconds=30)
     (folder / "nap").write_text("0")
-    outcome = first.end(limit=60)
+    outcome = others[name].end(limit=60)
     assert outcome.code == 0, outcome.output
-    assert_every_step_once(folder / "a", 800)
-    rows = committed(folder / "a" / "metrics.jsonl")
-    counts = [row["ranks"] for row in rows if row["event"] in ("start", "resume")]
-    assert counts[0] == 1 and counts[-1] == 1 and counts.count(2) == 2, outcome.output
-    assert "127.0.0.1 left; going on with" in outcome.output
+    assert "left; going on with" in (folder / "a.txt").read_text()
+    before, after = (committed(folder / out / "metrics.jsonl") for out in ("a", name))
+    (reached,) = [row["step"] for row in after if row["event"] == "resume"]
+    steps = [row["step"] for row in before if row["event"] == "step"][:reached]
+    steps += [row["step"] for row in after if row["event"] == "step"]
+    assert steps == list(range(1, 801)), "on the disks of two machines, every step once"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -159,3 +161,19 @@ def test_whether_somebody_listens() -> None:
         port = listener.getsockname()[1]
         assert answers("127.0.0.1", port)
     assert not answers("127.0.0.1", port)
+
+
+def test_closing_connections_wakes_who_waits_for_a_peer_and_spares_who_listens() -> None:
+    script = """
+import os, socket, threading
+from rung.launch.network import close_connections
+listener = socket.create_server(("127.0.0.1", 0))
+one = socket.create_connection(listener.getsockname())
+other, _ = listener.accept()
+threading.Timer(0.2, close_connections).start()
+assert one.recv(1) == b""
+socket.create_connection(listener.getsockname()).close()
+print("woke")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "woke\n", done.stderr

@@ -189,9 +189,18 @@ def test_pruning_keeps_the_newest_and_every_so_many(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8, 10):
         make_checkpoint(tmp_path, step)
     (tmp_path / "step-00000003").mkdir()  # cut short
-    (tmp_path / "step-00000012").mkdir()  # being written
-    assert prune(tmp_path, keep=2, keep_every=4) == [2, 3, 6]
-    assert sorted(steps_in(tmp_path)) == [4, 8, 10, 12]
+    (tmp_path / ".step-00000012.partial").mkdir()  # cut short, too
+    assert prune(tmp_path, keep=2, keep_every=4, newest=10) == [2, 3, 6]
+    assert sorted(steps_in(tmp_path)) == [4, 8, 10]
+    assert not list(tmp_path.glob(".step-*"))
+
+
+def test_pruning_counts_nothing_beyond_the_one_just_written(tmp_path: Path) -> None:
+    """A later one may be damaged, which is why the run went back."""
+    for step in (8, 12, 14, 15):
+        make_checkpoint(tmp_path, step)
+    assert prune(tmp_path, keep=1, keep_every=None, newest=14) == [8, 12]
+    assert sorted(steps_in(tmp_path)) == [14, 15]
 
 
 def test_the_list_tells_whole_damaged_and_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

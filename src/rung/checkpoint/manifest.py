@@ -198,16 +198,35 @@ def digest_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int | None, *, protected: Iterable[int] = ()) -> list[int]:
-    """Remove what is not to be kept: all but the newest `keep`, those whose step `keep_every` divides, and `protected`
-    ones. Folders without a manifest, older than the newest checkpoint, are leftovers of a save that was cut short."""
-    found = steps_in(checkpoints)
+def prune(checkpoints: Path, keep: int, keep_every: int | None, *, newest: int) -> list[int]:
+    """After `newest` was written, remove what is not to be kept: of the whole ones up to it all but `keep`, and those
+    whose step `keep_every` divides. Later ones are of another time, damaged or not, and count for nothing. What saves
+    that were cut short have left goes, too."""
+    found = {step: path for step, path in steps_in(checkpoints).items() if step <= newest}
     whole = [step for step, path in found.items() if (path / MANIFEST).exists()]
-    kept = {*whole[-keep:], *protected, *(step for step in whole if keep_every and step % keep_every == 0)}
-    removed = [step for step in found if step not in kept and whole and step <= whole[-1]]
+    kept = {newest, *whole[-keep:], *(step for step in whole if keep_every and step % keep_every == 0)}
+    removed = [step for step in found if step not in kept]
     for step in removed:
         remove(found[step])
+    for path in checkpoints.glob(".step-*"):
+        remove(path)
     return removed
+
+
+def partial_of(checkpoints: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is one."""
+    return checkpoints / f".step-{step:08d}.partial"
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """A written checkpoint under its name; one of the same step gives way in the same moment."""
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:

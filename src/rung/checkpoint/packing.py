@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rung.checkpoint.files import DTYPES, dtype_name
 from rung.errors import CheckpointError
@@ -25,7 +25,7 @@ def pack(value: Any, where: str) -> Any:
         return {"tuple": [pack(item, where) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[pack(key, where), pack(item, f"{where}[{key!r}]")] for key, item in value.items()]}
-    if isinstance(value, Tensor) and value.numel() <= 4096:
+    if type(value) in (Tensor, nn.Parameter) and value.numel() <= 4096:
         shown = value.detach().cpu()
         return {"tensor": shown.tolist(), "dtype": dtype_name(value.dtype)}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):

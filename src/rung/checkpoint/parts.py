@@ -129,12 +129,28 @@ class Rescuer:
     statistics) is remembered before each step.
     """
 
-    def __init__(self, folder: Path, runtime: MeshRuntime, settings: Mapping[str, Any], position: Position) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        runtime: MeshRuntime,
+        settings: Mapping[str, Any],
+        position: Position,
+        *,
+        is_kept: bool = False,
+    ) -> None:
+        """`is_kept`: the state at `position`, where the run begins, lies on the disk already."""
         self._folder, self._runtime, self._settings = folder, runtime, settings
-        self._position = position
+        self._position, self._is_kept = position, is_kept
         self._on_gpu = runtime.world.device.type == "cuda"
-        self._buffers = [b for b in runtime.model.buffers() if b.numel() <= _SMALL and not is_absent(b)]
-        self._copies = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._places = [
+            (module._buffers, key)
+            for module in runtime.model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is None or not is_absent(buffer)
+        ]
+        self._remembered: list[tuple[Tensor | None, int]] = []  # each buffer, and its version
+        self._small: list[Tensor] = []
+        self._copies: list[Tensor] = []
         self._first, self._marks = Marks(), Marks()
         self._cuda_first = self._cuda = self._cuda_state()
         self._updates: int | None = None  # that the runtime had made before the step it is in
@@ -142,27 +158,33 @@ class Rescuer:
     @torch.no_grad()
     def before_step(self) -> None:
         self._marks, self._cuda = Marks(), self._cuda_state()
-        if self._buffers:
-            torch._foreach_copy_(self._copies, self._buffers)
+        if self._places:
+            buffers = [registry.get(key) for registry, key in self._places]
+            self._remembered = [(buffer, buffer._version if buffer is not None else 0) for buffer in buffers]
+            small = [b for b in buffers if b is not None and b.numel() <= _SMALL]
+            if len(small) != len(self._small) or any(a is not b for a, b in zip(small, self._small, strict=True)):
+                self._small, self._copies = small, [torch.empty_like(buffer) for buffer in small]
+            if small:
+                torch._foreach_copy_(self._copies, small)
         self._updates = self._runtime.num_updates
 
     def after_step(self, position: Position) -> None:
+        if position != self._position:
+            self._is_kept = False
         self._position, self._updates = position, None
 
     @torch.no_grad()
     def rescue(self) -> bool:
         """Write what this rank has; False if that is no whole state. It is on its own: nobody is waited for."""
         runtime, world = self._runtime, self._runtime.world
-        if self._position.step == 0:
-            return False  # a new start gives the same
+        if self._position.step == 0 or self._is_kept:
+            return self._is_kept  # a new start gives the same; or it is where the run began, and nothing was added
         if self._updates is not None:
-            if runtime.is_updating or runtime.num_updates != self._updates:
-                return False  # some parameters are of the next step already
+            if runtime.is_updating or runtime.num_updates != self._updates or not self._put_buffers_back():
+                return False  # some of it is of the next step already
             self._marks.restore()
             if self._cuda is not None:
                 torch.cuda.set_rng_state(self._cuda, world.device)
-            for buffer, copy in zip(self._buffers, self._copies, strict=True):
-                buffer.copy_(copy)
         runtime.tidy_up()
         tensors = tensors_to_save(runtime, everything=True)
         plan = SharePlan(tensors, world, alone=True)
@@ -171,6 +193,18 @@ class Rescuer:
         folder = folder_of(self._folder, share.step)
         folder.mkdir(parents=True, exist_ok=True)
         write_note(folder, share, share.write(folder), needs_all=not self._first.hold() or self._cuda_has_moved())
+        return True
+
+    def _put_buffers_back(self) -> bool:
+        """Buffers as they were before the step. False for a large one that was changed: there is no copy of it."""
+        copies = {id(buffer): copy for buffer, copy in zip(self._small, self._copies, strict=True)}
+        for (registry, key), (buffer, version) in zip(self._places, self._remembered, strict=True):
+            registry[key] = buffer  # a forward pass may have put another in its place
+            if buffer is None or buffer._version == version:
+                continue
+            if id(buffer) not in copies:
+                return False
+            buffer.copy_(copies[id(buffer)])
         return True
 
     def _cuda_state(self) -> Tensor | None:

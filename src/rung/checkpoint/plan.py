@@ -133,7 +133,11 @@ def read_into(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
         with files.open(chunk, dtype_of(checkpoint, index.fqn)) as source:
             for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(dim, offset, length)
-            planner.resolve_tensor(item).detach().copy_(source)
+            target = planner.resolve_tensor(item).detach()
+            for dim, stride in enumerate(target.stride()):
+                if stride == 0:  # made by expand(): all along it is one element
+                    target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+            target.copy_(source)
 
 
 def _described(checkpoint: Checkpoint, name: str) -> TensorStorageMetadata:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rung.checkpoint.manifest import folder_of, prune, remove, write_manifest
+from rung.checkpoint.manifest import folder_of, partial_of, prune, put_in_place, remove, write_manifest
 from rung.checkpoint.plan import join
 from rung.checkpoint.share import Position, Share, Stager, merge
 from rung.checkpoint.sites import Sites, gather_in, host_group, mirror
@@ -53,14 +53,14 @@ class Saver:
         self._group = host_group(self._world)
         self._thread: threading.Thread | None = None
         self._records: list[SaveRecord] = []
-        self.last_step: int | None = None  # of the newest save that was begun and has not failed
+        self.last: Position | None = None  # of the newest save that was begun and has not failed
 
     def save(self, position: Position, *, wait: bool = False) -> None:
         """Begin to save the state after a step. `wait` until it is on the disk, and raise if that failed."""
         started = time.perf_counter()
         self.wait()
         share = self._stager.stage(position)
-        self.last_step = position.step
+        self.last = position
         if self._background and not wait:
             stall = time.perf_counter() - started
             self._thread = threading.Thread(target=self._write, args=(share, stall), name="rung-save")
@@ -88,33 +88,35 @@ class Saver:
             num_bytes = self._write_all(share)
         except Exception as problem:
             error = f"the checkpoint of step {share.step} could not be written: {str(problem).rstrip('.')}."
-            self.last_step = None
+            self.last = None
             with contextlib.suppress(OSError):
                 if self._sites.is_leader:
-                    remove(folder_of(self._folder, share.step))
+                    remove(partial_of(self._folder, share.step))
         now = time.perf_counter()
         stood = stall if stall is not None else now - began
         self._records.append(SaveRecord(share.step, stood, now - started, num_bytes, error))
 
     def _write_all(self, share: Share) -> int:
-        folder = folder_of(self._folder, share.step)
+        # Beside the folder that it will be: there may be a whole checkpoint of this step already.
+        folder = partial_of(self._folder, share.step)
         self._together("make its folder", lambda: self._clear(folder))
         parts = self._together("write its part", lambda: share.write(folder))
         content = merge(parts, join([part["tensors"] for part in parts]))
         self._together("copy its part", lambda: mirror(self._sites, self._group, folder, [share.file]))
-        self._together("write the manifest", lambda: self._finish(folder, content))
+        self._together("write the manifest", lambda: self._finish(folder, share.step, content))
         return sum(int(told["bytes"]) for told in content["files"].values())
 
     def _clear(self, folder: Path) -> None:
         if self._sites.is_leader:
-            if folder.exists():  # of a save that was cut short, or of steps that are done again
+            if folder.exists():  # of a save that was cut short
                 remove(folder)
             folder.mkdir(parents=True, exist_ok=True)
 
-    def _finish(self, folder: Path, content: Mapping[str, Any]) -> None:
+    def _finish(self, folder: Path, step: int, content: Mapping[str, Any]) -> None:
         if self._sites.is_leader:
             write_manifest(folder, content)
-            prune(self._folder, self._keep, self._keep_every)
+            put_in_place(folder, folder_of(self._folder, step))
+            prune(self._folder, self._keep, self._keep_every, newest=step)
 
     def _together(self, what: str, action: Callable[[], Any]) -> list[Any]:
         """An action on every rank, and what each one got from it. If one fails, all do."""

@@ -10,6 +10,7 @@ the whole they are. Everything else is small and goes into the manifest.
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -90,6 +91,11 @@ def small_state(runtime: MeshRuntime) -> dict[str, Any]:
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 values.setdefault(name, {})[key] = pack(value, f"the optimizer's {key!r} of {name}")
+    others = [
+        [pack(key, "a key of the optimizer's state"), pack(value, f"the optimizer's state {key!r}")]
+        for key, value in optimizer.state.items()
+        if not isinstance(key, Tensor)
+    ]
     schedule = None
     if runtime.schedule is not None:
         try:
@@ -98,8 +104,10 @@ def small_state(runtime: MeshRuntime) -> dict[str, Any]:
             schedule = "replay"
     scaler = runtime.scaler
     return {
-        "optimizer": {"class": type(optimizer).__name__, "groups": groups, "values": values},
+        "optimizer": {"class": type(optimizer).__name__, "groups": groups, "values": values, "others": others},
         "schedule": schedule,
+        "total_steps": runtime.total_steps,
+        "extra": _extra_state(runtime),
         "scaler": None if scaler is None else pack(scaler.state_dict(), "the scaler"),
     }
 
@@ -135,6 +143,9 @@ class Restorer:
         there = {
             n.removeprefix("model/"): tuple(t["shape"]) for n, t in self._tensors.items() if n.startswith("model/")
         }
+        for name in set(there) - set(here):
+            self._make_buffer(name)
+        here = {name: tuple(tensor.shape) for name, tensor in _named(model)}
         missing, extra = sorted(set(here) - set(there)), sorted(set(there) - set(here))
         if missing or extra:
             told = [f"it has no {', '.join(missing[:3])}"] if missing else []
@@ -145,6 +156,19 @@ class Restorer:
                 raise CheckpointError(
                     f"the checkpoint is of another model: {name} is {list(there[name])} there and {list(shape)} here."
                 )
+
+    def _make_buffer(self, name: str) -> None:
+        """Room for a buffer that is None until a forward pass makes it."""
+        path, _, key = name.rpartition(".")
+        try:
+            owner = self._runtime.model.get_submodule(path)
+        except AttributeError:
+            return
+        if key in owner._buffers and owner._buffers[key] is None:
+            saved = self._tensors[f"model/{name}"]
+            owner._buffers[key] = torch.zeros(
+                saved["shape"], dtype=DTYPES[saved["dtype"]], device=self._runtime.world.device
+            )
 
     def _make_optimizer_state(self) -> dict[str, Tensor]:
         """Room for what was saved. Made from what the checkpoint says, not by a trial step, which may change things."""
@@ -182,7 +206,8 @@ class Restorer:
                 f"task now makes {type(optimizer).__name__} with {len(optimizer.param_groups)}."
             )
         fresh = optimizer.state_dict()
-        state: dict[int, dict[str, Any]] = {}
+        built = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in fresh["param_groups"]])
+        state: dict[Any, Any] = {unpack(key): unpack(value) for key, value in saved.get("others", [])}
         for number, _, key, value in self._state:
             state.setdefault(number, {})[key] = value
         numbers = {id(p): n for n, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
@@ -194,23 +219,61 @@ class Restorer:
             for group, old in zip(fresh["param_groups"], saved["groups"], strict=True)
         ]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self._finish_schedule()
+        self._undo_conversions()
+        self._finish_schedule(built)
+        _set_extra_state(runtime, self._manifest.get("extra", {}))
         if runtime.scaler is not None and self._manifest["scaler"] is not None:
             runtime.scaler.load_state_dict(unpack(self._manifest["scaler"]))
 
-    def _finish_schedule(self) -> None:
+    def _undo_conversions(self) -> None:
+        """An optimizer takes state in the type of its parameters; counters and wide moments must stay as they are."""
+        optimizer = self._runtime.optimizer
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, _, key, value in self._state:
+            taken = optimizer.state[parameters[number]][key]
+            if key != "step" and taken.dtype != value.dtype:
+                optimizer.state[parameters[number]][key] = value.to(taken.device)
+
+    def _finish_schedule(self, built: list[dict[str, Any]]) -> None:
+        """`built` is what the schedule made of the groups before the checkpoint's came."""
         schedule, saved = self._runtime.schedule, self._manifest["schedule"]
         if schedule is None:
             return
         if saved is None:
             raise CheckpointError("the task has a schedule now, and the checkpoint was saved without one.")
-        if saved != "replay":
+        same_length = self._manifest.get("total_steps", self._runtime.total_steps) == self._runtime.total_steps
+        if saved != "replay" and same_length:
             schedule.load_state_dict(unpack(saved))
             return
+        # Its state holds the old length, or cannot be saved: take it through the steps again, from where it began.
+        groups = self._runtime.optimizer.param_groups
+        reached = [group.get("lr") for group in groups]
+        for group, values in zip(groups, built, strict=True):
+            group.update(values)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no optimizer step went before
             for _ in range(int(self._manifest["step"])):
                 schedule.step()
+        gone = [(float(a), float(group["lr"])) for a, group in zip(reached, groups, strict=True) if a is not None]
+        if same_length and any(abs(a - b) > 1e-9 * max(abs(a), abs(b)) for a, b in gone):
+            raise CheckpointError(
+                f"the schedule cannot be resumed: it has state that only pickle could save, and going through its "
+                f"{self._manifest['step']} steps again gives a rate of {gone[0][1]:.6g} instead of {gone[0][0]:.6g}."
+            )
+
+
+def _extra_state(runtime: MeshRuntime) -> dict[str, Any]:
+    """What modules add to their state dict by themselves, where it is plain."""
+    found = {}
+    for path, module in runtime.model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[path] = pack(module.get_extra_state(), f"the extra state of {path or 'the model'}")
+    return found
+
+
+def _set_extra_state(runtime: MeshRuntime, saved: Mapping[str, Any]) -> None:
+    for path, value in saved.items():
+        runtime.model.get_submodule(path).set_extra_state(unpack(value))
 
 
 def optimizer_parameters(runtime: MeshRuntime) -> Iterator[tuple[str, nn.Parameter]]:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rung.config import Resolved, RunConfig, count_range, refuse_contradictions, resolve
 from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
 from rung.launch import resume as old_run
-from rung.launch.elastic import Terms, terms_of
+from rung.launch.elastic import Terms, running_launcher, terms_of
 from rung.launch.local import Stopped, launch, new_run_dir, new_run_name
 from rung.launch.server import warm_up
 from rung.launch.signals import Interrupted, leaving_at_once
@@ -215,6 +215,9 @@ def _go_to_meeting(plan: Plan, path: str | Path, run: Path | None, console: Cons
         if out is None:
             out = meeting.agree("folder", new_run_name(plan.task.name, plan.layout.name))
     folder = new_run_dir(plan.task.name, plan.layout.name, out)
+    other = running_launcher(folder / ".state")
+    if other is not None:
+        raise ConfigError(f"{folder} is being run already, by process {other}. Stop it first, or wait for its end.")
     old_run.claim(folder, lambda own: meeting.agree("run", own) if meeting is not None else own, is_new=run is None)
     return meeting, folder
 
@@ -225,7 +228,7 @@ def _compare_settings(plan: Plan, path: str | Path, meeting: Meeting) -> None:
     own |= {key: repr(value) for key, value in plan.resolved.arguments.items()}
     file = Path(path, "task.py") if Path(path).is_dir() else Path(path)
     own["a task file of digest"] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    theirs = json.loads(meeting.agree("settings", json.dumps(own, sort_keys=True)))
+    theirs = json.loads(meeting.agree_on_settings(json.dumps(own, sort_keys=True)))
     for key in sorted(set(own) | set(theirs)):
         if own.get(key) != theirs.get(key):
             raise ConfigError(

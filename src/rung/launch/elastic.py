@@ -81,6 +81,15 @@ def announce(state: Path, terms: Terms) -> None:
     (state / _LAUNCHER).write_text(json.dumps(told))
 
 
+def running_launcher(state: Path) -> int | None:
+    """The process that runs a job of this machine alone in a directory at this moment."""
+    try:
+        pid = int(json.loads((state / _LAUNCHER).read_text())["pid"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return pid if is_running(pid) else None
+
+
 def retire(state: Path) -> None:
     for name in (_SCALE, _LAUNCHER):
         (state / name).unlink(missing_ok=True)

@@ -39,6 +39,9 @@ _PARTING_SECONDS = 3.0
 _ABANDONED_SECONDS = 8.0  # without a sign of life of any launcher
 
 
+_SETTINGS = "settings"
+
+
 class LauncherLost(Exception):
     """A launcher went away while the world was forming."""
 
@@ -90,7 +93,7 @@ class Meeting:
     def _begin_anew_if_abandoned(self) -> None:
         """A store in a process of its own remembers a job whose launchers are all gone. Nobody waits for those."""
         deadline = time.monotonic() + _ABANDONED_SECONDS
-        while self._store.add("attempts", 0):
+        while self._store.check([_SETTINGS]):
             self.handler.num_nodes_waiting()  # looks, at most once a second
             state = self.handler._state_holder.state
             if state.participants or state.wait_list or state.redundancy_list:
@@ -121,6 +124,10 @@ class Meeting:
     def is_alone(self) -> bool:
         """Whether the job is of this machine alone."""
         return self.nodes[1] == 1
+
+    def agree_on_settings(self, own: str) -> str:
+        """The settings of the first launcher to come."""
+        return self.agree(_SETTINGS, own)
 
     def agree(self, key: str, value: str) -> str:
         """What the first launcher to come said."""

@@ -68,7 +68,7 @@ def build_runtime(
             optimizer = make_optimizer(task, spread.model, fused=config.fused)
         schedule = make_schedule(task, optimizer, total_steps)
     kind = PipelineRuntime if layout.pp > 1 else MeshRuntime
-    return kind(
+    runtime = kind(
         task=task,
         world=world,
         config=config,
@@ -79,3 +79,5 @@ def build_runtime(
         facts=facts,
         status=status or StatusWriter(),
     )
+    runtime.total_steps = total_steps
+    return runtime

@@ -42,6 +42,8 @@ from rung.world import World, broadcast_from
 class MeshRuntime:
     """Takes steps on one rank. Built by `build_runtime`, which hands it finished parts."""
 
+    total_steps: int | None = None  # that the schedule was made for
+
     def __init__(
         self,
         *,

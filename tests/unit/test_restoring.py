@@ -1,0 +1,250 @@
+"""What a state holds besides weights comes back as it was: odd optimizers, schedules, buffers and extra state."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LRScheduler, OneCycleLR
+
+from rung.checkpoint import Position, Saver, Sites, choose, restore
+from rung.checkpoint.parts import Rescuer
+from rung.config import RunConfig
+from rung.errors import CheckpointError
+from rung.keeper import Keeper
+from rung.runtime import build_runtime
+from rung.strategy import parse
+from rung.task import Task
+from rung.train import make_batches
+from rung.world import open_world
+from tests.tasks import image_task
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(1))
+
+
+def _steps(task: Task, folder: Path, start: int, stop: int, total: int = 12) -> tuple[Any, list[float]]:
+    """Steps start+1..stop in one process, from the checkpoint of `start` if that is not 0; `stop` is saved."""
+    config = RunConfig(batch_size=10, steps=total, device="cpu")
+    folder.mkdir(exist_ok=True)
+    with open_world(parse("single", 1), device="cpu") as world:
+        found = choose({"checkpoints": folder}, world, Sites(world, folder)) if start else None
+        assert (found.step if found else 0) == start
+        runtime = build_runtime(task, world, config, total_steps=total, seeded=found is None)
+        if found is not None:
+            restore(runtime, found, seed=0)
+        windows = make_batches(task, replace(config, steps=stop), world, start_step=start)
+        rates = [runtime.step(window).learning_rate for window in runtime.place(windows)]
+        Saver(folder, runtime).save(Position(stop, 0, 0, 0), wait=True)
+    return runtime, rates
+
+
+def _resumed(task: Task, tmp_path: Path) -> tuple[Any, Any, list[float], list[float]]:
+    whole, rates = _steps(task, tmp_path / "whole", 0, 10)
+    _, first = _steps(task, tmp_path / "legs", 0, 4)
+    legs, second = _steps(task, tmp_path / "legs", 4, 10)
+    return whole, legs, rates, first + second
+
+
+def _assert_same(one: Any, other: Any) -> None:
+    for (name, a), (_, b) in zip(one.model.state_dict().items(), other.model.state_dict().items(), strict=True):
+        if isinstance(a, Tensor):
+            assert torch.equal(a, b), name
+
+
+class Odd(torch.optim.Optimizer):
+    """State of every type, some of it for no parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["all"] = {"count": self.state.get("all", {"count": 0})["count"] + 1}
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["wide"] = torch.zeros_like(parameter, dtype=torch.float64)
+                state["count"] = torch.zeros_like(parameter, dtype=torch.int64)
+                state["mask"] = torch.ones_like(parameter, dtype=torch.bool)
+                state["number"], state["nothing"] = 1, None
+            state["wide"].mul_(0.9).add_(parameter.grad.double())
+            state["count"] += 1
+            state["mask"] &= parameter.grad.abs() > 1e-4
+            state["number"] += 1
+            rate = self.param_groups[0]["lr"] / (self.state["all"]["count"] + state["number"])
+            parameter.sub_((rate * state["wide"] * state["mask"] / state["count"]).float())
+
+
+def test_optimizer_state_keeps_its_types(tmp_path: Path) -> None:
+    task = image_task(model=Plain, optimizer=lambda model: Odd(model.parameters()), schedule=None)
+    whole, legs, _, _ = _resumed(task, tmp_path)
+    _assert_same(whole, legs)
+    state = legs.optimizer.state[legs.model.layer.weight]
+    assert [state[key].dtype for key in ("wide", "count", "mask")] == [torch.float64, torch.int64, torch.bool]
+
+
+class Opaque(ExponentialLR):
+    """Holds an object, which only pickle could save; its rate follows from the one before."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.object = object()
+        super().__init__(optimizer, 0.9)
+
+
+def test_a_schedule_that_cannot_be_saved_is_gone_through_again(tmp_path: Path) -> None:
+    task = image_task(model=Plain, schedule=lambda optimizer, total: Opaque(optimizer))
+    whole, legs, rates, in_legs = _resumed(task, tmp_path)
+    assert in_legs == rates
+    _assert_same(whole, legs)
+
+
+class Wandering(Opaque):
+    """Gives another rate whenever it is made: it cannot be resumed, and that is said."""
+
+    made = 0
+
+    def __init__(self, optimizer: Any) -> None:
+        Wandering.made += 1
+        super().__init__(optimizer)
+        self.gamma = 1 - 0.1 * Wandering.made
+
+
+def test_a_schedule_that_goes_elsewhere_is_refused(tmp_path: Path) -> None:
+    task = image_task(model=Plain, schedule=lambda optimizer, total: Wandering(optimizer))
+    _steps(task, tmp_path / "legs", 0, 4)
+    with pytest.raises(CheckpointError, match="the schedule cannot be resumed"):
+        _steps(task, tmp_path / "legs", 4, 10)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "one cycle"])
+def test_a_schedule_follows_a_new_total(tmp_path: Path, kind: str) -> None:
+    def schedule(optimizer: Any, total: int) -> LRScheduler:
+        if kind == "cosine":
+            return CosineAnnealingLR(optimizer, total)
+        return OneCycleLR(optimizer, max_lr=[0.1, 0.1], total_steps=total + 1)
+
+    task = image_task(model=Plain, schedule=schedule)
+    _, rates = _steps(task, tmp_path / "whole", 0, 20, total=20)
+    _steps(task, tmp_path / "legs", 0, 8, total=8)
+    _, after = _steps(task, tmp_path / "legs", 8, 20, total=20)
+    assert after == pytest.approx(rates[8:], rel=1e-9)
+
+
+class Peculiar(nn.Module):
+    """A buffer that comes later, one over itself, one that forward replaces, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(36, 5)
+        self.register_buffer("late", None)
+        self.register_buffer("spread", torch.ones(1).expand(5))
+        self.register_buffer("replaced", torch.zeros(5))
+        self.calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.flatten(1))
+        if self.training:
+            self.calls += 1
+            self.late = y.detach().mean(0) if self.late is None else 0.5 * self.late + y.detach().mean(0)
+            self.replaced = 0.9 * self.replaced + y.detach().mean(0)
+        return y * self.spread + 0.01 * self.replaced + 0.01 * self.late + 0.01 * self.calls
+
+
+def test_peculiar_modules(tmp_path: Path) -> None:
+    whole, legs, _, _ = _resumed(image_task(model=Peculiar), tmp_path)
+    _assert_same(whole, legs)
+    assert legs.model.calls == whole.model.calls == 10
+
+
+@pytest.mark.parametrize("size", [5, 2**17])
+def test_a_rescue_puts_back_what_forward_changed_or_refuses(tmp_path: Path, size: int) -> None:
+    class Bank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(36, 5)
+            self.register_buffer("bank", torch.zeros(size))
+            self.register_buffer("mean", torch.zeros(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x.flatten(1))
+            self.bank[:5] += y.detach().mean(0)
+            self.mean = 0.9 * self.mean + y.detach().mean(0)
+            return y + self.bank[:5] + self.mean
+
+    task = image_task(model=Bank)
+    config = RunConfig(batch_size=10, steps=5, device="cpu")
+    with open_world(parse("single", 1), device="cpu") as world:
+        runtime = build_runtime(task, world, config, total_steps=5)
+        rescuer = Rescuer(tmp_path, runtime, {}, Position(0, 0, 0, 0))
+        for window in runtime.place(make_batches(task, config, world)):
+            rescuer.before_step()
+            before = copy.deepcopy(dict(runtime.model.named_buffers()))
+            if window.step == 4:
+                runtime.model(window.micro_batches[0].data[0])  # and then it fails
+                break
+            runtime.step(window)
+            rescuer.after_step(Position(window.step, 0, 0, 0))
+        assert rescuer.rescue() == (size == 5)
+        if size == 5:
+            assert all(torch.equal(buffer, before[name]) for name, buffer in runtime.model.named_buffers())
+
+
+class Nested(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["nested"] = {"large": torch.zeros(10**4)}
+
+
+def test_what_cannot_be_saved_is_said_after_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    task = image_task(model=Plain, optimizer=lambda model: Nested(model.parameters(), lr=0.1), schedule=None)
+    for every in (5, None):
+        config = RunConfig(batch_size=10, steps=5, device="cpu", checkpoint_every=every)
+        with open_world(parse("single", 1), device="cpu") as world:
+            runtime = build_runtime(task, world, config, total_steps=5)
+            keeper = Keeper(tmp_path, runtime, Sites(world, tmp_path), config, {}, Position(0, 0, 0, 0))
+            window = next(iter(runtime.place(make_batches(task, config, world))))
+            keeper.before_step()
+            runtime.step(window)
+            if every is not None:
+                with pytest.raises(CheckpointError, match="only pickle could save"):
+                    keeper.after_step(Position(1, 0, 0, 0))
+            else:
+                keeper.after_step(Position(1, 0, 0, 0))
+                assert "can have no checkpoint" in caplog.text
+
+
+def test_a_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = image_task(model=Plain)
+    _, _ = _steps(task, tmp_path / "run", 0, 4)
+    config = RunConfig(batch_size=10, steps=8, device="cpu")
+    with open_world(parse("single", 1), device="cpu") as world:
+        runtime = build_runtime(task, world, config, total_steps=8)
+        saver = Saver(tmp_path / "run", runtime)
+        monkeypatch.setattr("rung.checkpoint.share.write_tensors", _no_space)
+        with pytest.raises(CheckpointError, match="no space left"):
+            saver.save(Position(4, 0, 0, 0), wait=True)
+        found = choose({"checkpoints": tmp_path / "run"}, world, Sites(world, tmp_path / "run"))
+    assert found is not None and found.step == 4
+
+
+def _no_space(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(28, "No space left on device")
