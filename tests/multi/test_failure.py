@@ -652,7 +652,7 @@ local._run_agent = poisoned
 
 def test_a_rank_out_of_memory_still_reports(server: Server, tmp_path: Path) -> None:
     write_task(tmp_path, "forward", "out of memory", rank=1)
-    outcome = server.run(tmp_path)
+    outcome = server.run(tmp_path, "--set", "oom_retry=false")
     headline = outcome.assert_names(1, 2, "forward")
     assert "allocate" in headline or "MemoryError" in headline
     assert "hoard.append" in outcome.screen

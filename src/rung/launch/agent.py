@@ -111,7 +111,8 @@ class RankAgent(LocalElasticAgent):
         if outcome.smaller is not None:
             self._micro_batch = outcome.smaller
             samples = f"{outcome.smaller} sample{'s' if outcome.smaller > 1 else ''}"
-            self._reason = f"{outcome.headline}; {outcome.memory}; now in micro-batches of {samples}"
+            short = outcome.headline.partition(" GPU ")[0].rstrip(". ")  # torch goes on to tell what follows better
+            self._reason = f"{short}; {outcome.memory}; now in micro-batches of {samples}"
             self._keep_report(outcome)
             return True
         if outcome.is_final or not self._restarts.after_failure(outcome.step):

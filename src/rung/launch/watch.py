@@ -172,7 +172,8 @@ class Watch:
             text = f"{self._ask_elsewhere()}\n\n{text}"
         first = first_to_fail(failures, statuses, ranks.deaths)
         record = failures.get(first) if first is not None else None
-        is_final = record is not None and record.summary.startswith(_FINAL)
+        # Once steps were made, it may have been the moment's fault; a restart finds out.
+        is_final = record is not None and record.step <= 1 and record.summary.startswith(_FINAL)
         short = next((told for told in failures.values() if told.smaller is not None), None)
         return Outcome(
             "failed",
