@@ -208,18 +208,24 @@ def suffer(
 
 def _reach(job: Launched, step: int, deadline: float) -> bool:
     while time.monotonic() < deadline and not job.over():
-        if step == 0 or any(row["event"] == "step" and row["step"] >= step for row in job.rows()):
+        if step == 0 or done(job.rows()) >= step:
             return True
         time.sleep(0.01)
     return False
+
+
+def done(rows: list[dict[str, Any]]) -> int:
+    """The last step that counts: after a new start, those before it may have to be done again."""
+    starts = [i for i, row in enumerate(rows) if row["event"] in ("start", "resume")]
+    own = rows[starts[-1] :] if starts else rows
+    return max((int(row.get("step", 0)) for row in own if row["event"] in ("step", "resume")), default=0)
 
 
 def _strike(job: Launched, kind: str, chance: random.Random, disk: Path | None, deadline: float) -> Suffered | None:
     """Hit the job. None if it was over before."""
     rank = chance.randrange(job.num_ranks)
     before = job.rows()
-    done = max((row["step"] for row in before if row["event"] == "step"), default=0)
-    fault = Suffered(kind, rank, done)
+    fault = Suffered(kind, rank, done(before))
     started = time.monotonic()
     if kind in ("exception", "exit"):
         job.order(rank, kind)
