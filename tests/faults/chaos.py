@@ -42,7 +42,7 @@ def main() -> int:
         story = suffer(base / f"job-{number}", strategy, STRATEGIES[strategy], kinds, seed, known)
         faults += story.faults
         story.problems += [f"no recovery from {f.kind}" for f in story.faults if not f.recovered]
-        problems += [f"{strategy}, {', '.join(kinds)}, seed {seed}: {problem}" for problem in story.problems]
+        problems += [f"{strategy}, {', '.join(kinds)}, seed {seed}: {problem[:200]}" for problem in story.problems]
         told = "; ".join(f"{f.kind} at {f.step}: {f.seconds:.1f} s, {f.lost} lost" for f in story.faults)
         print(f"{len(faults):4d}  {strategy:<7} {told}{'  FAILED' if story.problems else ''}", flush=True)
         for problem in story.problems:

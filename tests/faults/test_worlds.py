@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import COMPARABLE, Launched, examine, reference
+from rung.checkpoint import memory_folder
+from tests.faults.harness import COMPARABLE, Launched, done, examine, reference
 from tests.faults.hosts import Hosts, possible
 
 _LIMIT = 90.0
@@ -65,6 +67,27 @@ def test_a_rank_dies_and_one_joins(tmp_path: Path, references: Path, strategy: s
         assert resumed[1] >= before, "a graceful change loses no step"
     finally:
         job.close()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "pp2"])
+def test_with_copies_in_memory_a_kill_costs_one_step_at_most(tmp_path: Path, references: Path, strategy: str) -> None:
+    known = reference(references, strategy, 2)
+    arguments = ["--strategy", strategy, "--nproc", "2", "--replicate-state", "--max-restarts", "3"]
+    job = Launched(tmp_path, [*arguments, "--set", "log_every=1", "--set", "workers=1"], num_ranks=2)
+    try:
+        for moment in (7, 15, 30):
+            _wait(lambda moment=moment: done(job.rows()) >= moment, f"step {moment}", job)
+            before, starts = done(job.rows()), len(_worlds(job))
+            os.kill(job.pid(moment % 2) or 0, signal.SIGKILL)
+            _wait(lambda starts=starts: len(_worlds(job)) > starts, "a new start", job)
+            resumed = [row for row in job.rows() if row["event"] == "resume"][-1]["step"]
+            assert resumed >= before - 1, f"{before - resumed} steps lost"
+        _wait(job.over, "the end", job)
+        assert not examine(job, known, tolerance=0.0)
+        assert not memory_folder(job.run_dir).exists(), "the copies go with the run"
+    finally:
+        job.close()
+        shutil.rmtree(memory_folder(job.run_dir), ignore_errors=True)
 
 
 @pytest.mark.skipif(not possible(), reason="network namespaces need root")

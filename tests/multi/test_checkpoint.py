@@ -77,6 +77,15 @@ def test_same_topology_is_bit_identical(tmp_path: Path, strategy: str, num_ranks
     assert all(torch.equal(state[name], whole[name]) for name in whole)
 
 
+@pytest.mark.parametrize("stops", [[1], [1, 2], [3]], ids=["at sample 37", "twice in one epoch", "at an epoch's end"])
+def test_stopped_at_sample_37_of_103(tmp_path: Path, stops: list[int]) -> None:
+    config = replace(EXACT, batch_size=37)
+    losses, state = legs(dropping_task, config, tmp_path / "legs", [("ddp", 2, until) for until in [*stops, 6]])
+    whole_losses, whole = legs(dropping_task, config, tmp_path / "whole", [("ddp", 2, 6)])
+    assert losses == whole_losses
+    assert all(torch.equal(state[name], whole[name]) for name in whole)
+
+
 def test_half_precision_keeps_its_scale(tmp_path: Path) -> None:
     config = replace(EXACT, precision="fp16", epochs=None, steps=6, workers=0)
     losses, state = legs(text_task, config, tmp_path / "legs", [("ddp", 2, 3), ("ddp", 2, 6)])
