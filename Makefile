@@ -49,7 +49,7 @@ bench-checkpoint: .venv/rung
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.recovery
 
-# 200 faults at random moments over seven strategies, and 50 kills in the middle of saves. About half an hour.
+# 200 faults at random moments over seven strategies, and 50 kills in the middle of saves: a quarter of an hour.
 chaos: export OMP_NUM_THREADS = 1
 chaos: .venv/dev
 	$(BIN)/python -m tests.faults.chaos --faults 200 --out benchmarks/results/chaos.json
