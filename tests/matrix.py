@@ -57,7 +57,8 @@ class Row:
     @property
     def is_slow(self) -> bool:
         """Whether `make test` leaves it to `make test-all`."""
-        return self.num_ranks == 8 or (self.num_ranks == 4 and self.model == "babycnn" and self.accumulates)
+        alone = self.num_ranks == 1 and self.strategy != "single" and self.accumulates
+        return alone or self.num_ranks == 8 or (self.num_ranks == 4 and self.model == "babycnn")
 
     @property
     def name(self) -> str:

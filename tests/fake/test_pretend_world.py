@@ -37,6 +37,8 @@ COMPOSED = (
     "pp4,ddp,tp2",
     "pp4,fsdp,tp4",
 )
+# One of each kind; the others are left to `make test-all`.
+QUICK = ("tp64", "ddp,tp4", "fsdp,tp4", "pp4,zero1", "pp4:zb,ddp", "pp2:interleaved,fsdp", "pp4,fsdp,tp4")
 
 
 def pretend(task: Task, strategy: str, size: int, rank: int, micro_batch: int | None) -> None:
@@ -68,7 +70,13 @@ def test_two_steps_of_64_ranks(strategy: str, model: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "model"),
-    [*((s, "gpt") for s in COMPOSED), *((s, "babycnn") for s in ("pp4,ddp", "pp4:zb,fsdp", "pp2:interleaved,fsdp"))],
+    [
+        *(pytest.param(s, "gpt", marks=[] if s in QUICK else [pytest.mark.slow]) for s in COMPOSED),
+        *(
+            pytest.param(s, "babycnn", marks=pytest.mark.slow)
+            for s in ("pp4,ddp", "pp4:zb,fsdp", "pp2:interleaved,fsdp")
+        ),
+    ],
 )
 def test_two_steps_of_64_ranks_in_each_stage(strategy: str, model: str) -> None:
     layout = parse(strategy, 64)

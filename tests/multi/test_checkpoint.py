@@ -34,8 +34,15 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("make_task", [gpt_task, _scheduled_adamw], ids=["gpt-sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("chain", "make_task"),
+    [
+        pytest.param("issue", _scheduled_adamw, id="issue-adamw"),
+        pytest.param("cut", gpt_task, id="cut-sgd"),
+        pytest.param("issue", gpt_task, id="issue-sgd", marks=pytest.mark.slow),
+        pytest.param("cut", _scheduled_adamw, id="cut-adamw", marks=pytest.mark.slow),
+    ],
+)
 def test_any_to_any(tmp_path: Path, chain: str, make_task: Any) -> None:
     whole_losses, whole = legs(make_task, FP64, tmp_path / "whole", [("single", 1, 10)])
     losses, state = legs(make_task, FP64, tmp_path / "legs", CHAINS[chain])

@@ -93,7 +93,9 @@ def test_llama_of_hugging_face(strategy: str) -> None:
     assert difference_from_a_loop_by_hand(llama_task, strategy, LANGUAGE_CONFIG) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", ["tp2", "pp2", pytest.param("pp2,ddp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["pp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2,ddp2"))]
+)
 def test_resnet18_of_torchvision(strategy: str) -> None:
     # Six images at a time over all ranks. The last batch norms see one pixel of each; with three images even one
     # process has only eight digits that do not depend on the order of additions.

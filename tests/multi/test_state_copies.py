@@ -90,7 +90,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(value) for name, value in state.items()}
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "pp2,ddp2"])
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("pp2,ddp2", marks=pytest.mark.slow)])
 def test_hosts_without_a_shared_disk(tmp_path: Path, strategy: str) -> None:
     """Two machines of two ranks; the second is lost with its disk, and a new one comes with an empty one."""
     config = replace(FP64, steps=6, checkpoint_every=3, eval_every="never")
