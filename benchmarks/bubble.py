@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import multiprocessing
-import os
 import shlex
 import statistics
 import sys
@@ -24,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks import report
+from benchmarks.ranks import on_ranks
 from rung.config import RunConfig
 from rung.processes import num_cores
 from rung.runtime import build_runtime
@@ -107,18 +105,7 @@ def textbook(schedule: str, ranks: int, chunks: int) -> float:
 
 def measure(work: str, schedule: str, ranks: int, chunks: int, steps: int) -> list[float]:
     """The idle share of each step but the first two, which set things up."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    processes = [
-        context.Process(target=_rank, args=(rank, ranks, store.port, work, schedule, chunks, steps, results))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=300) for _ in range(ranks)]
-    for process in processes:
-        process.join()
+    found = on_ranks(_idle, ranks, work, schedule, chunks, steps, timeout=300)
     shares = []
     for step in range(2, steps):
         actions = [action for rank in found for action in rank[step]]
@@ -127,18 +114,9 @@ def measure(work: str, schedule: str, ranks: int, chunks: int, steps: int) -> li
     return shares
 
 
-def _rank(rank: int, size: int, port: int, work: str, schedule: str, chunks: int, steps: int, results: Any) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    torch.set_num_threads(1)
-    task = (sleeping_task if work == "sleep" else computing_task)(2 * size)
+def _idle(work: str, schedule: str, chunks: int, steps: int) -> list[list[tuple[float, float]]]:
+    """When this rank's stages began and ended each action, by step."""
+    task = (sleeping_task if work == "sleep" else computing_task)(2 * environment_size())
     samples = 2
     config = RunConfig(batch_size=chunks * samples, micro_batch=samples, steps=steps, device="cpu", schedule=schedule)
     found: list[list[tuple[float, float]]] = []
@@ -151,7 +129,7 @@ def _rank(rank: int, size: int, port: int, work: str, schedule: str, chunks: int
                 stage.log = []
             runtime.step(window)
             found.append([(a.start, a.stop) for stage in runtime.stages for a in stage.log or []])
-    results.put(found)
+    return found
 
 
 def main(arguments: list[str]) -> int:

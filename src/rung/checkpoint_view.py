@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rung.checkpoint.survey import Found, Place, locate, newest_whole, survey
+from rung.sizes import human_size
 
 _STYLES = {"whole": "green", "damaged": "red", "unfinished": "yellow"}
 _KINDS = {"checkpoints": "", "rescue": " (rescued)", "memory": " (in memory)"}
@@ -105,12 +106,3 @@ def export_command(run: str, *, output: str, step: int | None, max_shard_size: s
     told = f"{files[-1]} and {len(files) - 1} files it names" if len(files) > 1 else str(files[0])
     console.print(f"exported {source.called}: {told} ({figures})", soft_wrap=True)
     return 0
-
-
-def human_size(count: int) -> str:
-    """As files are counted: decimal, like --max-shard-size."""
-    size, units = float(count), ["B", "KB", "MB", "GB", "TB"]
-    while size >= 999.5 and len(units) > 1:
-        size /= 1000
-        del units[0]
-    return f"{size:.3g} {units[0]}"

@@ -19,12 +19,12 @@ from rung.explain_tables import (
     describe_stages,
     fold_stage_notes,
     groups_of,
-    human_bytes,
     human_shape,
     message_rows,
     parameter_rows,
     plural,
 )
+from rung.sizes import human_bytes
 
 _WIDTH, _MARGIN, _LABEL = 1000, 28, 150  # of the page, of its edge, and of what stands left of rows
 _INK, _GREY, _LINE, _PANEL = "#1c2733", "#5d6b78", "#d5dbe1", "#f3f5f7"

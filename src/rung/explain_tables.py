@@ -14,6 +14,7 @@ from typing import Any
 
 from rung.explain import Explanation, ParameterPlace, RankView, idle_share, lay_out
 from rung.record import Message
+from rung.sizes import human_bytes
 
 PHASES = ("forward", "backward", "update")
 STATES = ("parameters", "gradients", "optimizer", "buffers")
@@ -211,14 +212,6 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def human_bytes(count: int) -> str:
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.3g} {units[0]}"
 
 
 def human_shape(shape: Sequence[int]) -> str:

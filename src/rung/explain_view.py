@@ -30,13 +30,13 @@ from rung.explain_tables import (
     describe_stages,
     fold_stage_notes,
     groups_of,
-    human_bytes,
     human_shape,
     message_rows,
     most_held,
     parameter_rows,
     plural,
 )
+from rung.sizes import human_bytes
 from rung.strategy import default_name, natural_num_ranks, parse
 from rung.task import load_task
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from rung.runtime.base import Runtime
+from rung.sizes import human_bytes
 from rung.world import World
 
 _MESSAGES = re.compile(r"can't allocate memory|out of memory|DefaultCPUAllocator|Cannot allocate memory", re.IGNORECASE)
@@ -30,16 +31,17 @@ def memory_lines(runtime: Runtime, world: World) -> list[str]:
         reserved = torch.cuda.memory_reserved(world.device)
         idle = reserved - torch.cuda.memory_allocated(world.device)
         others = max(0, whole - free - reserved)
-        around = [f"{_size(whole)} on the device, {_size(free)} free, {_size(idle)} held by torch without use"]
+        unused = f"{human_bytes(idle)} held by torch without use"
+        around = [f"{human_bytes(whole)} on the device, {human_bytes(free)} free, {unused}"]
         if others > 2**28:
-            around.append(f"{_size(others)} used by other processes and libraries")
+            around.append(f"{human_bytes(others)} used by other processes and libraries")
     else:
         used, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident at its peak"
-        around = [f"{_size(_host_bytes())} in this machine"]
+        around = [f"{human_bytes(_host_bytes())} in this machine"]
     rest = max(0, used - sum(kept.values()))
     parts = sorted([*kept.items(), ("activations and everything else", rest)], key=lambda item: -item[1])
-    told = ", ".join(f"{name} {_size(count)}" for name, count in parts)
-    return [f"memory of rank {world.rank}: {_size(used)} {what}: {told}", *around]
+    told = ", ".join(f"{name} {human_bytes(count)}" for name, count in parts)
+    return [f"memory of rank {world.rank}: {human_bytes(used)} {what}: {told}", *around]
 
 
 def _host_bytes() -> int:
@@ -50,11 +52,3 @@ def _host_bytes() -> int:
     except OSError:
         pass
     return 0
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -23,7 +23,6 @@ from rung.explain_tables import (
     fold_names,
     fold_stage_notes,
     groups_of,
-    human_bytes,
     message_rows,
     most_held,
     parameter_rows,
@@ -32,6 +31,7 @@ from rung.explain_tables import (
 )
 from rung.explain_view import chart_bands, chart_cells, chart_lines, show
 from rung.record import Message
+from rung.sizes import human_bytes
 from rung.strategy import Layout, parse
 
 Order = list[list[tuple[str, int, int]]]

@@ -51,3 +51,10 @@ def measure(
             total, units = torch.zeros_like(total), torch.zeros_like(units)
         measured[name] = (total, units)
     return measured
+
+
+def weighted(loss: Tensor, share: float | Tensor) -> Tensor:
+    if isinstance(share, Tensor):
+        # A micro-batch without a counted unit may have a mean of 0/0.
+        return torch.where(share > 0, loss * share.to(loss.dtype), torch.zeros_like(loss))
+    return loss if share == 1.0 else loss * share

@@ -29,7 +29,7 @@ from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts
 from rung.runtime.buffers import buffers_besides, note_of_changes
 from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, map_tensors
-from rung.runtime.measure import loss_weight, measure
+from rung.runtime.measure import loss_weight, measure, weighted
 from rung.runtime.optimizer import LocalScaler, local_part
 from rung.runtime.phases import PhaseClock
 from rung.runtime.samples import refuse_different_samples
@@ -384,13 +384,6 @@ class MeshRuntime:
 
     def _without_dropout(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.config.dropout else NoDropout()
-
-
-def weighted(loss: Tensor, share: float | Tensor) -> Tensor:
-    if isinstance(share, Tensor):
-        # A micro-batch without a counted unit may have a mean of 0/0.
-        return torch.where(share > 0, loss * share.to(loss.dtype), torch.zeros_like(loss))
-    return loss if share == 1.0 else loss * share
 
 
 def _rate(optimizer: Optimizer) -> float:

@@ -24,8 +24,8 @@ from rung.parallel.schedule import Chunk, Stage, forward_only, make_schedule, ru
 from rung.parallel.sharding import hold_gradients, set_gradient_sync
 from rung.parallel.stages import crossing
 from rung.runtime.forward import call_model
-from rung.runtime.measure import measure
-from rung.runtime.mesh import MeshRuntime, weighted
+from rung.runtime.measure import measure, weighted
+from rung.runtime.mesh import MeshRuntime
 
 
 class PipelineRuntime(MeshRuntime):

@@ -1,0 +1,21 @@
+"""Numbers of bytes for people."""
+
+from __future__ import annotations
+
+
+def human_bytes(count: float) -> str:
+    """As memory is counted, in powers of two."""
+    return _scaled(count, 1024, ["B", "KiB", "MiB", "GiB", "TiB"])
+
+
+def human_size(count: float) -> str:
+    """As files are counted: decimal, like --max-shard-size."""
+    return _scaled(count, 1000, ["B", "KB", "MB", "GB", "TB"])
+
+
+def _scaled(count: float, base: int, units: list[str]) -> str:
+    size = float(count)
+    while size >= 999.5 and len(units) > 1:
+        size /= base
+        units = units[1:]
+    return f"{size:.3g} {units[0]}"
