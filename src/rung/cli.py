@@ -17,14 +17,17 @@ from rung.version import VERSION
 
 # Where each flag of `rung train` stands in its help.
 _GROUPS = {
-    "where": ("strategy", "nproc", "nnodes", "rdzv", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
+    "where": (
+        "strategy", "nproc", "nnodes", "rdzv", "backend", "schedule", "split", "sequence_parallel", "offload",
+        "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
+    ),
     "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
     "how": ("precision", "clip", "compile", "activation_checkpointing"),
     "run": ("checkpoint_every", "keep", "replicate_state", "max_restarts", "timeout", "out"),
-}
+}  # fmt: skip
 # Those of `rung explain`: what changes where things live, what is sent, and when.
 _EXPLAINED = {
-    "where": tuple(name for name in _GROUPS["where"] if name not in ("nnodes", "rdzv")),
+    "where": ("strategy", "nproc", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
     "how much": ("batch_size", "micro_batch"),
     "how": ("precision", "clip", "activation_checkpointing"),
 }
@@ -33,7 +36,8 @@ _EXPLAINED = {
 # Where a flag's kind or its choices do not say enough, or too much for one line.
 _METAVARS = {
     "strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES", "schedule": "NAME", "precision": "NAME",
-    "activation_checkpointing": "HOW", "nproc": "N", "nnodes": "N", "rdzv": "HOST:PORT",
+    "activation_checkpointing": "HOW", "nproc": "N", "nnodes": "N", "rdzv": "HOST:PORT", "compress": "HOW",
+    "backend": "NAME", "outer": "HOW",
 }  # fmt: skip
 
 

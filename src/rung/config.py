@@ -75,6 +75,30 @@ class RunConfig:
         False, "cut activations between tensor-parallel layers along the sequence", bool, flag=True
     )
     shard_by: str = _setting("block", "what is gathered at a time: block, size:10M or whole", str, flag=True)
+    servers: int | None = _setting(
+        None, "processes that keep parameters (ps, ps-async, ddp+ps); default: 1", int, flag=True
+    )
+    staleness: int | None = _setting(
+        None, "ps-async: updates a gradient may be late by; default: trainers - 1", int, flag=True
+    )
+    backend: str = _setting(
+        "auto",
+        "auto, gloo, nccl or mpi; gloo lets processes share a GPU",
+        str,
+        ("auto", "gloo", "nccl", "mpi"),
+        flag=True,
+    )
+    compress: str = _setting(
+        "none", "gradients of ddp: fp16, bf16, powersgd[:rank], topk[:ratio], onebit, ternary", str, flag=True
+    )
+    local_steps: int = _setting(1, "steps each rank takes by itself before weights are averaged", int, flag=True)
+    outer: str = _setting(
+        "average",
+        "what meets after local steps: average (default) or diloco",
+        str,
+        ("average", "diloco"),
+        flag=True,
+    )
     checkpoint_every: int | None = _setting(
         None, "steps between two checkpoints; with it there is one at the end, too", int, flag=True
     )
@@ -92,8 +116,8 @@ class RunConfig:
     out: str | None = _setting(None, "run directory; default: runs/<task>-<strategy>-<time>", str, flag=True)
 
     device: str = _setting("auto", "auto, cpu or cuda", str, ("auto", "cpu", "cuda"))
-    backend: str = _setting(
-        "auto", "auto, gloo or nccl; gloo lets processes share a GPU", str, ("auto", "gloo", "nccl")
+    rpc_host: str | None = _setting(
+        None, "address or interface that RPC listens at; default: loopback, or the network of --rdzv", str
     )
     workers: int = _setting(0, "data-loading processes for each rank", int)
     batch_norm: str = _setting(
@@ -118,7 +142,7 @@ class RunConfig:
 
 _AT_LEAST_ONE = (
     "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep", "keep_every",
-    "grace_seconds",
+    "grace_seconds", "servers", "local_steps",
 )  # fmt: skip
 SETTINGS = {f.name: f for f in fields(RunConfig)}
 FLAGS = [name for name, f in SETTINGS.items() if f.metadata["flag"]]
@@ -193,6 +217,24 @@ def refuse_contradictions(config: RunConfig, layout: Layout) -> None:
         raise ConfigError(
             f"--sequence-parallel belongs to tensor parallelism, and {layout.name} has none. Use tp, as in 'fsdp,tp2'."
         )
+    if config.servers is not None and not layout.servers:
+        raise ConfigError(
+            f"--servers {config.servers} is for ps, ps-async and ddp+ps, and {layout.name} has no servers."
+        )
+    if config.staleness is not None and layout.kind != "ps-async":
+        raise ConfigError(
+            f"--staleness {config.staleness} is for ps-async, and under {layout.name} no gradient is late."
+        )
+    for key, asks in (("compress", config.compress != "none"), ("local_steps", config.local_steps > 1)):
+        if asks and layout.name != "ddp":
+            raise ConfigError(
+                f"--{key.replace('_', '-')} {getattr(config, key)} is about how ddp exchanges gradients; "
+                f"{layout.name} does so in another way. Use --strategy ddp, or leave it out."
+            )
+    if config.outer != "average" and config.local_steps == 1:
+        raise ConfigError(f"--outer {config.outer} needs --local-steps H: it is about what happens after H steps.")
+    if config.rpc_host is not None and not layout.uses_rpc:
+        raise ConfigError(f"rpc_host={config.rpc_host} is for strategies over RPC, and {layout.name} is none.")
     if config.compile and layout.pp > 1 and layout.schedule == "zb":
         raise ConfigError(
             "the zero-bubble schedule takes backward apart, which cannot be done with compiled code. "
@@ -243,7 +285,7 @@ def check(key: str, value: Any) -> Any:
         count_range(value, key)
     if key == "rdzv" and not (value.rpartition(":")[0] and value.rpartition(":")[2].isdigit()):
         raise ConfigError(f"rdzv is HOST:PORT, not {value!r}.")
-    if key in ("workers", "seed", "max_restarts") and value < 0:
+    if key in ("workers", "seed", "max_restarts", "staleness") and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
     if key == "seed" and value >= 2**63:
         raise ConfigError(f"seed must be below 2**63, not {value}.")

@@ -179,7 +179,7 @@ class _Peers:
     """Who is compared with whom: ranks of the same stage, which do the same work; all, where a stage has but one."""
 
     def __init__(self, world: World) -> None:
-        stages = [world.layout.coordinates(rank)["pp"] for rank in range(world.size)]
+        stages = [world.layout.team(rank) for rank in range(world.size)]
         groups = [[r for r, stage in enumerate(stages) if stage == wanted] for wanted in sorted(set(stages))]
         self._groups = [(group, _FACTOR) for group in groups]
         if all(len(group) == 1 for group in groups):

@@ -53,7 +53,7 @@ class Session:
         self.config = resolve(task, flags=flags, assignments=arguments).config
         self.task = task.bind(arguments)
         name = strategy or self.config.strategy or default_name(environment_size())
-        layout = parse(name, environment_size(), environment_local_size(), self.config.schedule)
+        layout = parse(name, environment_size(), environment_local_size(), self.config.schedule, self.config.servers)
         self._stack = ExitStack()
         self.world = self._stack.enter_context(
             open_world(

@@ -2,8 +2,9 @@
 
 `Layout` says how many ranks replicate the model, how many share one copy of it, into how many stages and tensor parts
 it is cut, and which parts of the training state are cut among the ranks that share a copy. The familiar names (ddp,
-zero1, fsdp, hsdp, tp, pp, ...) are presets for such points, and "pp2,fsdp,tp2" composes them. This module parses and
-sizes them; it imports no torch and knows no process group.
+zero1, fsdp, hsdp, tp, pp, ...) are presets for such points, and "pp2,fsdp,tp2" composes them. Four more stand alone and
+have runtimes of their own: threads over the devices of one process (dp), and processes that call each other (ps,
+ps-async, ddp+ps, rpc-pp). This module parses and sizes them; it imports no torch and knows no process group.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ SCHEDULES = {
 }
 DEFAULT_SCHEDULE = "1f1b"
 _STAGES_PER_RANK = {"interleaved": 2}
+WITH_SERVERS = ("ps", "ps-async", "ddp+ps")
+OVER_RPC = (*WITH_SERVERS, "rpc-pp")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class Layout:
     zero: which state is cut among the ranks of the shard axis. 0 nothing, 1 the optimizer state,
     2 also gradients, 3 also parameters. With zero 0 and 1 the parameters are whole on every rank, so the
     shard axis of zero 1 carries only the optimizer state.
+
+    kind: "mesh", or the name of a strategy that stands alone. Where there are servers, they are the first ranks and
+    the trainers, which replicate the model, come after them. devices: the replicas of dp; 0 is one for each device.
     """
 
     name: str
@@ -40,10 +46,13 @@ class Layout:
     pp: int = 1
     tp: int = 1
     schedule: str = DEFAULT_SCHEDULE
+    kind: str = "mesh"
+    servers: int = 0
+    devices: int = 0
 
     @property
     def num_ranks(self) -> int:
-        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+        return self.servers + self.pp * self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def num_data_ranks(self) -> int:
@@ -64,20 +73,33 @@ class Layout:
         return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
+        """Where a rank stands on each axis. A server stands on none, which reads as the first place of each."""
         found: dict[str, int] = {}
+        rank = max(0, rank - self.servers)
         for axis, size in reversed(self.axes.items()):
             rank, found[axis] = divmod(rank, size)
         return {axis: found[axis] for axis in self.axes}
 
     def data_rank(self, rank: int) -> int:
         """Which share of the batch a rank reads, of `num_data_ranks`."""
-        return rank // self.tp % self.num_data_ranks
+        return max(0, rank - self.servers) // self.tp % self.num_data_ranks
 
     def counts_loss(self, rank: int) -> bool:
         """Whether a rank tells the loss of its share: the first of its tensor group, on the last stage."""
         at = self.coordinates(rank)
-        return at["tp"] == 0 and at["pp"] == self.pp - 1
+        return at["tp"] == 0 and at["pp"] == self.pp - 1 and not self.is_server(rank)
+
+    def is_server(self, rank: int) -> bool:
+        """Whether a rank keeps parameters for others and computes no loss."""
+        return rank < self.servers
+
+    def team(self, rank: int) -> int:
+        """Ranks of one team do the same work: those of a stage, the servers, the trainers."""
+        return self.coordinates(rank)["pp"] if not self.servers else int(not self.is_server(rank))
+
+    @property
+    def uses_rpc(self) -> bool:
+        return self.kind in OVER_RPC
 
     @property
     def is_composed(self) -> bool:
@@ -91,7 +113,8 @@ class Layout:
 
     @property
     def uses_ddp(self) -> bool:
-        return self.is_distributed and not self.uses_fully_shard and not self.is_composed
+        """Whether torch's DDP carries it, over all ranks."""
+        return self.kind == "mesh" and self.is_distributed and not self.uses_fully_shard and not self.is_composed
 
     @property
     def shards_parameters(self) -> bool:
@@ -99,11 +122,17 @@ class Layout:
 
     @property
     def is_distributed(self) -> bool:
-        return self.name != "single"
+        return self.name != "single" and self.kind != "dp"
 
     def describe(self) -> str:
         if self.name == "single":
             return "single: one process"
+        if self.kind == "dp":
+            return f"{self.name}: one process, {self.devices or 'all'} devices"
+        if self.servers:
+            return f"{self.name}: {_many(self.servers, 'server')} + {_many(self.num_data_ranks, 'trainer')}"
+        if self.kind == "rpc-pp":
+            return f"{self.name}: {self.pp} stages over RPC"
         parts = []
         if self.pp > 1:
             each = f", {self.stages_per_rank} a rank" if self.stages_per_rank > 1 else ""
@@ -136,8 +165,14 @@ PRESETS: dict[str, _Preset] = {
     "hsdp": _Preset("both", 3, "fsdp inside groups, replicated across them: hsdpRxS, R replicas of S shards"),
     "tp": _Preset("tp", 0, "tensor parallel: the matrices of each layer cut among the ranks"),
     "pp": _Preset("pp", 0, "pipeline parallel: the layers cut into stages; pp2:gpipe names the schedule, too"),
+    "dp": _Preset("devices", 0, "DataParallel: one process, a thread for each device; dp4 is four of them"),
+    "ps": _Preset("dp_replicate", 0, "parameter server: trainers push gradients and pull parameters, in step"),
+    "ps-async": _Preset("dp_replicate", 0, "parameter server, each trainer at its own pace (--staleness)"),
+    "ddp+ps": _Preset("dp_replicate", 0, "ddp among trainers, the task's `remote` modules on servers"),
+    "rpc-pp": _Preset("pp", 0, "pipeline over RPC, with distributed autograd and optimizer"),
 }
 _ORDER = ("pp", "data", "tp")
+_ALONE = ("single", "dp", *OVER_RPC)
 
 
 def names() -> list[str]:
@@ -158,16 +193,24 @@ class _Part:
         return self.name if self.name in _ORDER else "data"
 
 
-def parse(text: str, num_ranks: int, ranks_per_host: int | None = None, schedule: str | None = None) -> Layout:
+def parse(
+    text: str,
+    num_ranks: int,
+    ranks_per_host: int | None = None,
+    schedule: str | None = None,
+    servers: int | None = None,
+) -> Layout:
     """The layout that `text` names for `num_ranks` processes.
 
     An unsized name takes the ranks that are left; sized ones (`ddp4`, `fsdp2`, `zero1x4`, `hsdp2x2`, `pp2`, `tp2`) must
     match them. Unsized hsdp shards inside a host and replicates across hosts; on one host it makes two replicas.
-    `schedule` is for a pipeline that names none itself.
+    `schedule` is for a pipeline that names none itself, `servers` for the strategies that have some.
     """
     parts = split(text)
     if num_ranks < 1:
         raise StrategyError(f"a job needs at least one process; {num_ranks} were asked for.")
+    if parts[0].name in _ALONE and parts[0].name != "single":
+        return _parse_alone(parts[0], num_ranks, servers or 1)
     if parts[0].name == "single":
         if num_ranks != 1:
             raise StrategyError(
@@ -224,8 +267,38 @@ def parse(text: str, num_ranks: int, ranks_per_host: int | None = None, schedule
     )
 
 
+def _parse_alone(part: _Part, num_ranks: int, servers: int) -> Layout:
+    """The layout of a strategy that is no point of the mesh."""
+    name = part.name
+    if name == "dp":
+        if num_ranks != 1:
+            raise StrategyError(
+                f"dp is one process with a thread for each device, but {num_ranks} processes were asked for. Use "
+                f"--strategy dp{num_ranks} --nproc 1 for {num_ranks} devices, or ddp for {num_ranks} processes."
+            )
+        return Layout(part.text, kind="dp", devices=part.sizes[0] if part.sizes else 0)
+    if name == "rpc-pp":
+        stages = part.sizes[0] if part.sizes else num_ranks
+        if stages != num_ranks:
+            raise StrategyError(f"{part.text!r} is {stages} processes, but the job has {num_ranks}.")
+        if stages < 2:
+            raise StrategyError("rpc-pp needs at least two processes, a stage each. Use --nproc 2, or single.")
+        return Layout(f"rpc-pp{stages}", kind="rpc-pp", pp=stages, schedule="gpipe")
+    if num_ranks <= servers:
+        raise StrategyError(
+            f"{name} needs a trainer beside its {_many(servers, 'server')}, and there "
+            f"{'are' if num_ranks > 1 else 'is'} {num_ranks} process{'es' if num_ranks > 1 else ''}. "
+            f"Use --nproc {servers + 1} or more."
+        )
+    return Layout(name, kind=name, servers=servers, dp_replicate=num_ranks - servers)
+
+
 def fit(
-    text: str, num_ranks: int, ranks_per_host: int | None = None, schedule: str | None = None
+    text: str,
+    num_ranks: int,
+    ranks_per_host: int | None = None,
+    schedule: str | None = None,
+    servers: int | None = None,
 ) -> tuple[Layout, int]:
     """The layout of `text` on as many of `num_ranks` processes as it can use, and how many are left over.
 
@@ -237,7 +310,7 @@ def fit(
         least *= math.prod(part.sizes)
     for used in range(num_ranks, least - 1, -1):
         try:
-            return parse(text, used, ranks_per_host, schedule), num_ranks - used
+            return parse(text, used, ranks_per_host, schedule, servers), num_ranks - used
         except StrategyError:
             if used == least:  # not a matter of numbers: say what it is
                 raise
@@ -255,8 +328,10 @@ def split(text: str) -> list[_Part]:
             hint = " hsdpRxS is R replicas of S shards." if part.place == "data" else ""
             raise StrategyError(f"{text!r}: {both} are two answers to one question. Keep one of them.{hint}")
         by_place[part.place] = part
-    if len(parts) > 1 and any(part.name == "single" for part in parts):
-        raise StrategyError(f"{text!r}: single is one process and cannot be composed.")
+    lonely = next((part.name for part in parts if part.name in _ALONE), None)
+    if len(parts) > 1 and lonely is not None:
+        why = "is one process and" if lonely == "single" else "stands alone: it"
+        raise StrategyError(f"{text!r}: {lonely} {why} cannot be composed.")
     unsized = [part.text for part in parts if not part.sizes and part.name != "single"]
     if len(unsized) > 1:
         raise StrategyError(
@@ -268,7 +343,7 @@ def split(text: str) -> list[_Part]:
 def natural_num_ranks(text: str) -> int | None:
     """How many processes a sized strategy asks for by itself; None when it takes what is given."""
     parts = split(text)
-    if parts[0].name == "single":
+    if parts[0].name in ("single", "dp"):
         return 1
     return math.prod(math.prod(part.sizes) for part in parts) if all(part.sizes for part in parts) else None
 
@@ -297,6 +372,8 @@ def _split_word(word: str, text: str) -> _Part:
             raise StrategyError(f"{text!r}: only pp has a schedule, as in 'pp2:{schedule}'.")
         if name == "single" and sizes:
             raise StrategyError(f"{text!r}: single takes no size; it is always one process.")
+        if name in WITH_SERVERS and sizes:
+            raise StrategyError(f"{text!r}: {name} takes no size; --nproc is all processes, --servers those of them.")
         if name == "hsdp" and len(sizes) == 1:
             raise StrategyError(
                 f"{text!r}: hsdp has two sizes, replicas x shards, as in 'hsdp2x{max(1, sizes[0] // 2)}'."
@@ -314,6 +391,10 @@ def _choose_schedule(text: str, own: str | None, given: str | None) -> str:
     if own is not None and given is not None and own != given:
         raise StrategyError(f"{text!r} names the schedule {own!r}, and --schedule {given!r}. Keep one of them.")
     return own or given or DEFAULT_SCHEDULE
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'s' if count > 1 else ''}"
 
 
 def _sized(name: str, size: int) -> str:

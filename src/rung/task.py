@@ -18,6 +18,7 @@ Optional
     forward(model, batch) -> output       when the model does not take the input alone
     blocks = "blocks.*"                   where the repeated blocks are; found by itself otherwise
     tensor_parallel = {"blocks.*.up": "colwise", ...}   how tensors are cut; derived by itself otherwise
+    remote = ["embedding", ...]           modules that live on the servers of ddp+ps
     defaults = {"batch_size": 64, ...}    any setting of the run
 
 A batch is a pair (input, target), or a dict. Of a dict, "target" (or "labels", "label") goes to the loss and the
@@ -69,7 +70,7 @@ ROLES: dict[str, _Role] = {
     "collate": _Role(("samples",)),
     "forward": _Role(("model", "batch")),
 }
-VALUES: dict[str, type] = {"blocks": str, "tensor_parallel": dict, "defaults": dict}
+VALUES: dict[str, type] = {"blocks": str, "tensor_parallel": dict, "remote": list, "defaults": dict}
 TARGET_KEYS = ("target", "labels", "label")
 
 
@@ -89,6 +90,7 @@ class Task:
     forward: Callable[..., Any] | None = None
     blocks: str | None = None
     tensor_parallel: Mapping[str, str] | None = None
+    remote: list[str] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     name: str = "task"
 

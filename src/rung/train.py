@@ -55,7 +55,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
     config = job.config
     status.phase("starting")
     task = job.load()
-    layout = parse(job.strategy, environment_size(), environment_local_size(), config.schedule)
+    layout = parse(job.strategy, environment_size(), environment_local_size(), config.schedule, config.servers)
     # The launcher sees a hang first, and knows more of it than a rank that waits in a collective.
     patience = 2 * config.timeout + 30
     with open_world(layout, device=config.device, backend=config.backend, timeout_seconds=patience) as world:
@@ -226,7 +226,7 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
         task.name,
         layout.describe(),
         world.device.type,
-        f" ({world.backend})" if world.mesh is not None else "",
+        f" ({world.backend})" if layout.is_distributed else "",
     )
     log.info(
         "  model: %s parameters%s, %s", f"{trainable:,}", f" ({frozen:,} frozen)" if frozen else "", config.precision

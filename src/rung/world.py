@@ -41,6 +41,7 @@ class World:
     timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # of a collective
     _fake_mode: Any = field(default=None, repr=False)
     _data_mesh: DeviceMesh | None = field(default=None, repr=False)
+    _trainers: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -66,6 +67,11 @@ class World:
         """Whether this rank tells the loss of its share: tensor ranks all have it, and only the last stage has it."""
         return self.layout.counts_loss(self.rank)
 
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank keeps parameters for others and computes no loss."""
+        return self.layout.is_server(self.rank)
+
     def axis(self, *names: str) -> DeviceMesh:
         """The sub-mesh of some axes. Called outside fake tensors, because meshes hold real ones."""
         assert self.mesh is not None, "a layout without communication has no mesh"
@@ -75,6 +81,8 @@ class World:
     @property
     def data_group(self) -> dist.ProcessGroup:
         """The ranks that read different samples of one batch, and hold the same part of the model."""
+        if self._trainers is not None:
+            return self._trainers
         if not self.layout.is_composed:
             group = dist.group.WORLD
             assert group is not None
@@ -227,7 +235,11 @@ def open_world(
         dist.init_process_group(name, rank=rank, world_size=size, timeout=timeout)
     else:  # one process that nobody launched
         dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
-    world = World(layout, rank, size, local_rank, where, name, _make_mesh(layout, where), timeout=timeout)
+    world = World(layout, rank, size, local_rank, where, name, None, timeout=timeout)
+    if layout.kind == "mesh":
+        world.mesh = _make_mesh(layout, where)
+    if layout.servers:
+        world._trainers = dist.new_group(list(range(layout.servers, size)), timeout=timeout)
     try:
         yield world
     except BaseException:

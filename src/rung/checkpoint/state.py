@@ -287,7 +287,9 @@ def optimizer_parameters(runtime: MeshRuntime) -> Iterator[tuple[str, nn.Paramet
 
 def topology(layout: Layout) -> dict[str, Any]:
     """What must be the same for a run to go on bit by bit."""
-    return {"axes": layout.axes, "zero": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
+    found = {"axes": layout.axes, "zero": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
+    alone = {"kind": layout.kind, "servers": layout.servers, "devices": layout.devices}
+    return found if layout.kind == "mesh" else {**found, **alone}
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

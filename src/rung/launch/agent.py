@@ -149,7 +149,7 @@ class RankAgent(LocalElasticAgent):
         resume = job.resume or self._round is not None
 
         def meet() -> Round:
-            return self._meeting.form(self._num_local, job.strategy, job.config.schedule, resume, self._micro_batch)
+            return self._meeting.form(self._num_local, job.strategy, job.config, resume, self._micro_batch)
 
         def say() -> None:
             if self._reason:

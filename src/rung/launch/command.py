@@ -99,10 +99,12 @@ def _spread(config: RunConfig) -> tuple[str, Layout, Terms]:
     terms = terms_of(config, per_host)
     strategy = config.strategy or default_name(per_host * nodes)
     if not terms.is_elastic:
-        return strategy, parse(strategy, per_host * nodes, per_host, config.schedule), terms
+        return strategy, parse(strategy, per_host * nodes, per_host, config.schedule, config.servers), terms
     if nodes == 1:
-        fit(strategy, terms.processes[0], terms.processes[0], config.schedule)  # refuses what could not go on
-    return strategy, fit(strategy, per_host * nodes, per_host, config.schedule)[0], terms
+        fit(
+            strategy, terms.processes[0], terms.processes[0], config.schedule, config.servers
+        )  # refuses what could not go on
+    return strategy, fit(strategy, per_host * nodes, per_host, config.schedule, config.servers)[0], terms
 
 
 def _fits(config: RunConfig) -> bool:

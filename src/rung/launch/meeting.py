@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
+from rung.config import RunConfig
 from rung.errors import StrategyError
 from rung.launch.network import address_towards, answers, interface_of, resolve_host, split_endpoint
 from rung.launch.rounds import Fate, Lookout, News, Round
@@ -137,15 +138,15 @@ class Meeting:
     # -- a round -----------------------------------------------------------------------------------------------------
 
     def form(
-        self, num_local: int, strategy: str, schedule: str | None, resume: bool, micro_batch: int | None = None
+        self, num_local: int, strategy: str, config: RunConfig, resume: bool, micro_batch: int | None = None
     ) -> Round:
         """Meet the others; returns when the world is complete. Blocks."""
         with self._forming:
             self.stop_watching()
             own = {"processes": num_local, "resume": resume, "micro_batch": micro_batch}
-            return self._form(own, strategy, schedule)
+            return self._form(own, strategy, config)
 
-    def _form(self, own: dict[str, Any], strategy: str, schedule: str | None) -> Round:
+    def _form(self, own: dict[str, Any], strategy: str, config: RunConfig) -> Round:
         host, num_hosts = self._join()
         if self._base.get("rung/generation").decode() != self._generation:  # it was taken for abandoned
             self._sit_down(self._base)
@@ -155,7 +156,7 @@ class Meeting:
         store.set(f"host/{host}", json.dumps(own))
         if host == 0:
             hosts = [json.loads(self._read(store, f"host/{number}", num_hosts)) for number in range(num_hosts)]
-            store.set("plan", json.dumps(self._plan(hosts, strategy, schedule)))
+            store.set("plan", json.dumps(self._plan(hosts, strategy, config)))
         plan = json.loads(self._read(store, "plan", num_hosts))
         counts = plan.pop("processes")
         self._round_store = store
@@ -204,11 +205,11 @@ class Meeting:
         state = self.handler._state_holder.state
         return state.round != self._round_number or len(state.participants) < num_hosts
 
-    def _plan(self, hosts: list[dict[str, Any]], strategy: str, schedule: str | None) -> dict[str, Any]:
+    def _plan(self, hosts: list[dict[str, Any]], strategy: str, config: RunConfig) -> dict[str, Any]:
         """What the first launcher of a round decides for all of them."""
         counts = [host["processes"] for host in hosts]
         try:
-            layout, spares = fit(strategy, sum(counts), max(counts), schedule)
+            layout, spares = fit(strategy, sum(counts), max(counts), config.schedule, config.servers)
             used, name = sum(counts) - spares, layout.name
         except StrategyError:
             used, name = 0, strategy  # all of them wait for more to come

@@ -23,6 +23,18 @@ class LocalStep:
     learning_rate: float
 
 
+@dataclass
+class Traffic:
+    """What was sent for one purpose."""
+
+    messages: int = 0
+    num_bytes: int = 0
+
+    def add(self, num_bytes: int, messages: int = 1) -> None:
+        self.messages += messages
+        self.num_bytes += num_bytes
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """The whole model, whatever this rank keeps of it."""
@@ -65,4 +77,8 @@ class Runtime(Protocol):
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes this rank keeps between steps: parameters, gradients, optimizer, buffers."""
+        ...
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What this rank has sent since it was built, by kind, where somebody counted."""
         ...

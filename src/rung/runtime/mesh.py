@@ -26,7 +26,7 @@ from rung.parallel.materialize import is_absent
 from rung.parallel.sharding import free_gathered, set_gradient_sync
 from rung.parallel.tensor import settle_gradients
 from rung.parallel.zero1 import ShardedUpdate
-from rung.runtime.base import LocalStep, ModelFacts
+from rung.runtime.base import LocalStep, ModelFacts, Traffic
 from rung.runtime.buffers import buffers_besides, note_of_changes
 from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, map_tensors
 from rung.runtime.measure import loss_weight, measure, weighted
@@ -363,6 +363,9 @@ class MeshRuntime:
             "optimizer": sum(_local_bytes(v) for v in state),
             "buffers": sum(_local_bytes(b) for b in self.model.buffers() if not is_absent(b)),
         }
+
+    def traffic(self) -> dict[str, Traffic]:
+        return {}
 
     def _share_buffers(self) -> None:
         """The first data rank's buffers to all, where they may differ (running statistics of a local batch norm)."""
