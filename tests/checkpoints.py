@@ -53,7 +53,7 @@ class Recorder:
 def one_leg(make_task: Callable[[], Task], strategy: str, config: RunConfig, folder: str, until: int) -> Leg:
     """This rank's part of a leg: from the newest checkpoint in `folder` to step `until`, which is saved there."""
     task = make_task()
-    layout = parse(strategy, environment_size())
+    layout = parse(strategy, environment_size(), servers=config.servers)
     with open_world(layout, device=config.device, backend=config.backend, timeout_seconds=60) as world:
         run_dir = Path(folder)
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -41,8 +41,16 @@ COMPOSED = (
     "pp2:interleaved,fsdp2",
     "pp2:zb,fsdp2",
     "pp2,tp2",
+    "rpc-pp2",
+    "rpc-pp4",
 )
-_WITH_CONVOLUTIONS = ("tp2", "pp2", "pp2:interleaved", "pp2:zb", "pp4", "pp2,ddp2", "pp2,fsdp2", "pp2,tp2")
+# One process with several replicas. Their batch norms are their own, so the convolutional model is not among these.
+DEVICES = ("dp2", "dp4")
+# With servers, one of the processes.
+SERVED = {"ps": (2, 4), "ddp+ps": (3,)}
+_WITH_CONVOLUTIONS = (
+    "tp2", "pp2", "pp2:interleaved", "pp2:zb", "pp4", "pp2,ddp2", "pp2,fsdp2", "pp2,tp2", "rpc-pp2", "rpc-pp4",
+)  # fmt: skip
 # Eight processes: one model is enough.
 LARGE = ("hsdp2x2,tp2", "pp2,hsdp2x2", "pp2,fsdp2,tp2")
 
@@ -57,8 +65,9 @@ class Row:
     @property
     def is_slow(self) -> bool:
         """Whether `make test` leaves it to `make test-all`."""
-        alone = self.num_ranks == 1 and self.strategy != "single" and self.accumulates
-        return alone or self.num_ranks == 8 or (self.num_ranks == 4 and self.model == "babycnn")
+        alone = self.num_ranks == 1 and self.strategy not in ("single", *DEVICES) and self.accumulates
+        large = self.num_ranks == 8 or (self.num_ranks == 4 and self.model == "babycnn")
+        return alone or large or (self.strategy in SERVED and self.accumulates and self.model == "babycnn")
 
     @property
     def name(self) -> str:
@@ -102,7 +111,15 @@ ROWS = [
         if accumulates or (model == "gpt" and strategy in ("tp2", "fsdp2,tp2", "pp2", "pp4"))
         if model == "gpt" or strategy in _WITH_CONVOLUTIONS
     ),
+    *(
+        Row(strategy, model, size, accumulates)
+        for strategy, sizes in SERVED.items()
+        for model in MODELS
+        for size in sizes
+        for accumulates in (False, True)
+    ),
     *(Row(strategy, "gpt", 8, True) for strategy in LARGE),
+    *(Row(strategy, "gpt", 1, accumulates) for strategy in DEVICES for accumulates in (False, True)),
 ]
 
 
@@ -112,7 +129,7 @@ def support_table() -> str:
         "| strategy | " + " | ".join(MODELS.values()) + " | accumulation |",
         "|---|" + "---|" * (len(MODELS) + 1),
     ]
-    for strategy in (*FREE, *COMPOSED, *LARGE):
+    for strategy in (*FREE, *DEVICES, *SERVED, *COMPOSED, *LARGE):
         cells = []
         for model in MODELS:
             sizes = sorted({row.num_ranks for row in ROWS if (row.strategy, row.model) == (strategy, model)})
@@ -120,7 +137,7 @@ def support_table() -> str:
             cells.append(", ".join(map(str, sizes)) + words if sizes else "-")
         counts = {row.accumulates for row in ROWS if row.strategy == strategy}
         shown = "with and without" if len(counts) == 2 else "with" if True in counts else "without"
-        if parse(strategy, _num_ranks(strategy)).pp > 1:
+        if strategy not in SERVED and parse(strategy, _num_ranks(strategy)).pp > 1:
             shown = "always"
         lines.append(f"| `{strategy}` | " + " | ".join(cells) + f" | {shown} |")
     return "\n".join(lines)

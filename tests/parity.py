@@ -84,7 +84,7 @@ def with_rung(make_task: Any, strategy: str, config: RunConfig) -> Outcome:
     """The same on this rank under a strategy. Runs inside `on_ranks`, or in one process for `single`."""
     task = make_task()
     outcome = Outcome()
-    layout = parse(strategy, environment_size())
+    layout = parse(strategy, environment_size(), servers=config.servers)
     with open_world(layout, device=config.device, backend=config.backend, timeout_seconds=60) as world:
         batches = make_batches(task, config, world)
         runtime = build_runtime(task, world, config, total_steps=batches.total_steps)

@@ -124,16 +124,16 @@ def grouped_sgd(model: nn.Module) -> torch.optim.Optimizer:
 def babycnn_task() -> Task:
     """The example's own model and loss, on few and small images."""
     task = load_task(EXAMPLES / "babycnn").bind({"model.width": 4})
-    return replace(
-        task, train_data=image_data, eval_data=lambda: image_data(37), optimizer=grouped_sgd, schedule=halving
-    )
+    parts: dict[str, Any] = {"optimizer": grouped_sgd, "schedule": halving, "remote": ["head"]}
+    return replace(task, train_data=image_data, eval_data=lambda: image_data(37), **parts)
 
 
 def gpt_task() -> Task:
     task = load_task(EXAMPLES / "gpt").bind(
         {"model.layers": 2, "model.width": 16, "model.heads": 2, "model.context": 6, "model.vocabulary": 23}
     )
-    return replace(task, train_data=text_data, eval_data=lambda: text_data(37), optimizer=grouped_sgd, schedule=halving)
+    parts: dict[str, Any] = {"optimizer": grouped_sgd, "schedule": halving, "remote": ["blocks.1"]}
+    return replace(task, train_data=text_data, eval_data=lambda: text_data(37), **parts)
 
 
 def padded_task(**changes: Any) -> Task:

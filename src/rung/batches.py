@@ -101,8 +101,12 @@ class Batches:
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        reads: bool = True,
     ) -> None:
+        """Without `reads` there are the windows but not their data, unless only reading tells how many there are."""
         self.cut = cut
+        self._reads = reads
+        self._reader: _SampleReader | None = None
         self.is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         self._dataset = dataset
         self._seed = seed
@@ -145,6 +149,22 @@ class Batches:
     def __iter__(self) -> Iterator[Window]:
         return self._stream_windows() if self.is_stream else self._map_windows()
 
+    def window(self, step: int) -> Window:
+        """One window by the number of its step."""
+        per_epoch = self.steps_per_epoch
+        if per_epoch is None:
+            raise DataError(
+                f"the data set {type(self._dataset).__name__} is iterable, and its samples can be had only one after "
+                "the other; here windows are asked for by number. Give it __len__ and __getitem__, or use ps."
+            )
+        if self._reader is None:
+            self._reader = _SampleReader(self._dataset, self._order, self._collate, self._seed)
+        started = time.perf_counter()
+        pieces = _pieces_of(step - 1, self.cut, per_epoch, self.num_samples or 0)
+        micro_batches = [self._reader[piece] for piece in pieces]
+        epoch, within = divmod(step - 1, per_epoch)
+        return Window(step, epoch, micro_batches, within == per_epoch - 1, time.perf_counter() - started)
+
     def _loader(self, dataset: Any, sampler: Iterable[Any] | None) -> Iterator[Any]:
         methods = multiprocessing.get_all_start_methods()
         generator = torch.Generator()
@@ -167,9 +187,11 @@ class Batches:
         total, per_epoch = self.total_steps, self.steps_per_epoch
         assert per_epoch is not None
         assert self.num_samples is not None
-        source = _SampleReader(self._dataset, self._order, self._collate, self._seed)
         pieces = _PieceStream(self, total)
-        loader = self._loader(source, pieces)
+        if self._reads:
+            loader = self._loader(_SampleReader(self._dataset, self._order, self._collate, self._seed), pieces)
+        else:
+            loader = (MicroBatch(None, 0, piece.num_global) for piece in pieces)
         step = self._start_step
         while total is None or step < total:
             epoch, within = divmod(step, per_epoch)
@@ -246,16 +268,21 @@ class _PieceStream:
         assert num_samples is not None
         step = batches._start_step
         while self._total_steps is None or step < self._total_steps:
-            epoch, within = divmod(step, per_epoch)
-            base = within * cut.batch_size
-            for size in cut.micro_sizes(min(cut.batch_size, num_samples - base)):
-                start, stop = cut.piece(size)
-                if start < stop:
-                    yield _Piece(epoch, base + start, base + stop, stop - start, size)
-                else:
-                    yield _Piece(epoch, base, base + 1, 0, size)
-                base += size
+            yield from _pieces_of(step, cut, per_epoch, num_samples)
             step += 1
+
+
+def _pieces_of(step: int, cut: Cut, per_epoch: int, num_samples: int) -> Iterator[_Piece]:
+    """The pieces of one step, counted from 0."""
+    epoch, within = divmod(step, per_epoch)
+    base = within * cut.batch_size
+    for size in cut.micro_sizes(min(cut.batch_size, num_samples - base)):
+        start, stop = cut.piece(size)
+        if start < stop:
+            yield _Piece(epoch, base + start, base + stop, stop - start, size)
+        else:
+            yield _Piece(epoch, base, base + 1, 0, size)
+        base += size
 
 
 class _SampleReader:

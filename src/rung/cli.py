@@ -6,13 +6,16 @@ import argparse
 import difflib
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rung.config import FLAGS, SETTINGS
+from rung.environment import outside_place
 from rung.errors import ConfigError, JobFailed, RungError
 from rung.strategy import PRESETS, SCHEDULES
+from rung.tools import add_tools
 from rung.version import VERSION
 
 # Where each flag of `rung train` stands in its help.
@@ -41,6 +44,9 @@ _METAVARS = {
 }  # fmt: skip
 
 
+_MAIN_SECONDS = 20.0  # that rank 0 has to speak; on a busy machine it may come late
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse with a suggestion for a misspelt flag or command, and help that fits a screen."""
 
@@ -67,6 +73,7 @@ class _Parser(argparse.ArgumentParser):
             message = f"{invalid.group(1)!r} is not one of {', '.join(choices)}." + (
                 f" Did you mean {match[0]!r}?" if match else ""
             )
+        _leave_word_to_main()
         sys.stderr.write(f"rung: {message}\n{self._asked()} --help tells more.\n")
         raise SystemExit(2)
 
@@ -84,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():
-                    found += parser._actions
+                    found += parser._all_actions()
         return found
 
 
@@ -96,17 +103,32 @@ class _Help(argparse.HelpFormatter):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _build_parser()
     options = parser.parse_args(arguments)
+    place = outside_place()
+    if place is not None and not place.is_main and options.call in _ALONE:
+        return 0
     try:
         return int(options.call(options))
     except JobFailed as error:
         sys.stderr.write(f"{error}\n")
         return 1
     except RungError as error:
+        _leave_word_to_main()
         sys.stderr.write(f"rung: {error}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+    except Exception:
+        _leave_word_to_main()
+        raise
+
+
+def _leave_word_to_main() -> None:
+    """Of ranks that mpirun or torchrun has started, rank 0 says what all of them find: when it has, the others are
+    ended. One that finds something alone says it a little later."""
+    place = outside_place()
+    if place is not None and not place.is_main:
+        time.sleep(_MAIN_SECONDS)
 
 
 def _build_parser() -> _Parser:
@@ -117,7 +139,8 @@ def _build_parser() -> _Parser:
     train = commands.add_parser(
         "train",
         help="train a task under a strategy",
-        description="Train a task under a strategy.",
+        description="Train a task under a strategy. Under mpirun or torchrun nothing is started: each process is a rank "
+        "already, as in `mpirun -n 4 rung train task.py --backend mpi`.",
         usage="rung train [flags] task",  # of so many flags, a list of names only hides the list below
     )
     train.add_argument("task", help="a task file, or a directory with a task.py")
@@ -217,6 +240,8 @@ def _build_parser() -> _Parser:
     export.add_argument("--force", action="store_true", help="replace FILE if it is there")
     export.set_defaults(call=_export)
 
+    add_tools(commands)
+
     new = commands.add_parser(
         "new", help="write a commented task file that runs", description="Write a commented task file that runs."
     )
@@ -282,6 +307,12 @@ def _train(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from rung.verify import verify_command
 
+    place = outside_place()
+    if place is not None:
+        raise ConfigError(
+            f"`rung verify` starts processes of its own, and {place.launcher} has started {place.size} of it. Start it "
+            "once, by itself."
+        )
     flags = {"batch_size": options.batch_size, "micro_batch": options.micro_batch, "steps": options.steps}
     return verify_command(
         options.task,
@@ -357,6 +388,10 @@ def _strategies(options: argparse.Namespace) -> int:
     for name, summary in SCHEDULES.items():
         print(f"  {name:<12} {summary}")
     return 0
+
+
+# What one process does: of several that mpirun has started, the first.
+_ALONE = (_verify, _explain, _scale, _checkpoints, _export, _new, _strategies)
 
 
 if __name__ == "__main__":

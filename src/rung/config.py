@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rung.errors import ConfigError, nearest
+from rung.exchange import parse_compression, refuse_exchange
 from rung.strategy import SCHEDULES, Layout
 from rung.task import ROLES, Task, coerce
 
@@ -79,11 +80,11 @@ class RunConfig:
         None, "processes that keep parameters (ps, ps-async, ddp+ps); default: 1", int, flag=True
     )
     staleness: int | None = _setting(
-        None, "ps-async: updates a gradient may be late by; default: trainers - 1", int, flag=True
+        None, "ps-async: updates a gradient may be late by; default: twice the trainers", int, flag=True
     )
     backend: str = _setting(
         "auto",
-        "auto, gloo, nccl or mpi; gloo lets processes share a GPU",
+        "auto, gloo, nccl, or mpi under mpirun; gloo lets processes share a GPU",
         str,
         ("auto", "gloo", "nccl", "mpi"),
         flag=True,
@@ -116,6 +117,14 @@ class RunConfig:
     out: str | None = _setting(None, "run directory; default: runs/<task>-<strategy>-<time>", str, flag=True)
 
     device: str = _setting("auto", "auto, cpu or cuda", str, ("auto", "cpu", "cuda"))
+    topk_values: str = _setting(
+        "auto", "--compress topk: auto (bf16; whole at ratio 1), full, half or sign", str, ("auto", "full", "half", "sign")
+    )
+    compress_warmup: int | None = _setting(
+        None, "steps over which topk sends ever less (default: 4 %), or before powersgd begins (default: 0)", int
+    )
+    outer_lr: float = _setting(0.7, "--outer diloco: of the step that the ranks take together", float)
+    outer_momentum: float = _setting(0.9, "--outer diloco: Nesterov momentum of that step", float)
     rpc_host: str | None = _setting(
         None, "address or interface that RPC listens at; default: loopback, or the network of --rdzv", str
     )
@@ -225,26 +234,35 @@ def refuse_contradictions(config: RunConfig, layout: Layout) -> None:
         raise ConfigError(
             f"--staleness {config.staleness} is for ps-async, and under {layout.name} no gradient is late."
         )
-    for key, asks in (("compress", config.compress != "none"), ("local_steps", config.local_steps > 1)):
-        if asks and layout.name != "ddp":
-            raise ConfigError(
-                f"--{key.replace('_', '-')} {getattr(config, key)} is about how ddp exchanges gradients; "
-                f"{layout.name} does so in another way. Use --strategy ddp, or leave it out."
-            )
-    if config.outer != "average" and config.local_steps == 1:
-        raise ConfigError(f"--outer {config.outer} needs --local-steps H: it is about what happens after H steps.")
+    refuse_exchange(config, layout)
+    if config.precision == "fp16" and layout.uses_rpc:
+        raise ConfigError(
+            f"{layout.name} updates where no loss is seen, so nobody there can tell a gradient that overflowed. "
+            "Use --precision bf16 or fp32."
+        )
+    if config.replicate_state and layout.kind == "ps-async":
+        raise ConfigError(
+            "--replicate-state keeps the state of each step, and under ps-async steps overlap: there is none between "
+            "two checkpoints. Use --checkpoint-every, or ps."
+        )
     if config.rpc_host is not None and not layout.uses_rpc:
         raise ConfigError(f"rpc_host={config.rpc_host} is for strategies over RPC, and {layout.name} is none.")
-    if config.compile and layout.pp > 1 and layout.schedule == "zb":
+    if config.compile and layout.kind == "dp":
         raise ConfigError(
-            "the zero-bubble schedule takes backward apart, which cannot be done with compiled code. "
-            "Use --schedule 1f1b or interleaved, or leave --compile out."
+            f"{layout.name} runs copies of the model in threads, and torch.compile is not made for that. Use ddp with "
+            "--compile, or leave it out."
         )
-    if config.activation_checkpointing != "none" and layout.pp > 1 and layout.schedule == "zb":
+    if layout.kind == "rpc-pp" and config.schedule not in (None, layout.schedule):
         raise ConfigError(
-            "the zero-bubble schedule takes backward apart, which cannot be done with activation checkpointing. "
-            "Use --schedule 1f1b or interleaved, or leave the checkpointing out."
+            f"{layout.name} runs all forwards, then all backwards. For --schedule {config.schedule} use pp{layout.pp}."
         )
+    apart = {"compiled code": config.compile, "activation checkpointing": config.activation_checkpointing != "none"}
+    for what, asked in apart.items():
+        if asked and layout.pp > 1 and layout.schedule == "zb":
+            raise ConfigError(
+                f"the zero-bubble schedule takes backward apart, which cannot be done with {what}. "
+                "Use --schedule 1f1b or interleaved, or leave the other out."
+            )
     if config.micro_batch is not None and config.micro_batch > config.batch_size:
         raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")
 
@@ -285,12 +303,16 @@ def check(key: str, value: Any) -> Any:
         count_range(value, key)
     if key == "rdzv" and not (value.rpartition(":")[0] and value.rpartition(":")[2].isdigit()):
         raise ConfigError(f"rdzv is HOST:PORT, not {value!r}.")
-    if key in ("workers", "seed", "max_restarts", "staleness") and value < 0:
+    if key in ("workers", "seed", "max_restarts", "staleness", "compress_warmup") and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
     if key == "seed" and value >= 2**63:
         raise ConfigError(f"seed must be below 2**63, not {value}.")
     if key == "shard_by":
         shard_size(value)
+    if key == "compress":
+        parse_compression(value)
+    if (key == "outer_lr" and not value > 0) or (key == "outer_momentum" and not 0 <= value < 1):
+        raise ConfigError(f"{key} must be {'above 0' if key == 'outer_lr' else 'at least 0 and below 1'}, not {value}.")
     if key == "eval_every" and value not in ("epoch", "never") and not (value.isdigit() and int(value) > 0):
         raise ConfigError(f"eval_every is 'epoch', 'never' or a number of steps, not {value!r}.")
     return value

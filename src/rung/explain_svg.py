@@ -1,14 +1,10 @@
-"""An explanation as one picture: SVG written by hand, without scripts, style sheets or fonts of its own.
-
-The colours are Okabe and Ito's, which people with any kind of colour vision tell apart.
-"""
+"""An explanation as one picture."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 from rung.explain import Explanation, RankView
 from rung.explain_tables import (
@@ -25,9 +21,9 @@ from rung.explain_tables import (
     plural,
 )
 from rung.sizes import human_bytes
+from rung.svg import GREY, INK, LINE, MARGIN, PANEL, WIDTH, Page
 
-_WIDTH, _MARGIN, _LABEL = 1000, 28, 150  # of the page, of its edge, and of what stands left of rows
-_INK, _GREY, _LINE, _PANEL = "#1c2733", "#5d6b78", "#d5dbe1", "#f3f5f7"
+_LABEL = 150  # the width of what stands left of rows
 _STATES = {"parameters": "#56b4e9", "gradients": "#d55e00", "optimizer": "#8a949e"}
 # The first stage of a rank, and further ones.
 _ACTIONS = {
@@ -37,75 +33,32 @@ _ACTIONS = {
     "W": ("gradients of the weights", "#009e73", "#7fceb9"),
 }
 _PHASES = {"forward": "#0072b2", "backward": "#e69f00", "update": "#009e73"}
-_SANS, _MONO = "Helvetica, Arial, 'Liberation Sans', sans-serif", "Menlo, monospace"
 _MOST_COLUMNS, _MOST_ROWS, _MOST_PARAMETERS = 8, 8, 40
 
 
-@dataclass
-class _Page:
-    """Elements from the top to the bottom; `y` is where the next one goes."""
-
-    y: float = _MARGIN
-    elements: list[str] = field(default_factory=list)
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        words: str,
-        *,
-        size: float = 12,
-        fill: str = _INK,
-        bold: bool = False,
-        mono: bool = False,
-        anchor: str = "start",
-    ) -> None:
-        family = f" font-family={quoteattr(_MONO)}" if mono else ""
-        weight = ' font-weight="bold"' if bold else ""
-        place = f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self.elements.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" fill="{fill}"{family}{weight}{place}>'
-            f"{escape(words)}</text>"
-        )
-
-    def box(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        fill: str,
-        *,
-        line: str = "",
-        round: float = 0,
-        tip: str = "",
-    ) -> None:
-        stroke = f' stroke="{line}"' if line else ""
-        corner = f' rx="{round:g}"' if round else ""
-        shape = f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(0.0, width):.2f}" height="{height:.1f}" fill="{fill}"'
-        end = f"><title>{escape(tip)}</title></rect>" if tip else "/>"
-        self.elements.append(f"{shape}{stroke}{corner}{end}")
+class _Page(Page):
+    """With the forms of an explanation."""
 
     def heading(self, title: str, explained: str = "") -> None:
         self.y += 34
-        told = f'<tspan dx="10" font-size="11.5" font-weight="normal" fill="{_GREY}">{escape(explained)}</tspan>'
+        told = f'<tspan dx="10" font-size="11.5" font-weight="normal" fill="{GREY}">{escape(explained)}</tspan>'
         self.elements.append(
-            f'<text x="{_MARGIN}" y="{self.y:.1f}" font-size="15" font-weight="bold" fill="{_INK}">'
+            f'<text x="{MARGIN}" y="{self.y:.1f}" font-size="15" font-weight="bold" fill="{INK}">'
             f"{escape(title)}{told if explained else ''}</text>"
         )
         self.y += 12
 
-    def paragraph(self, words: str, *, size: float = 12, fill: str = _GREY) -> None:
-        for line in textwrap.wrap(words, int((_WIDTH - 2 * _MARGIN) / (0.5 * size))):
+    def paragraph(self, words: str, *, size: float = 12, fill: str = GREY) -> None:
+        for line in textwrap.wrap(words, int((WIDTH - 2 * MARGIN) / (0.5 * size))):
             self.y += size * 1.45
-            self.text(_MARGIN, self.y, line, size=size, fill=fill)
+            self.text(MARGIN, self.y, line, size=size, fill=fill)
 
     def legend(self, entries: Sequence[tuple[str, str]]) -> None:
         self.y += 14
-        x = float(_MARGIN + _LABEL)
+        x = float(MARGIN + _LABEL)
         for words, fill in entries:
             self.box(x, self.y, 12, 12, fill, round=2)
-            self.text(x + 17, self.y + 10, words, size=11.5, fill=_GREY)
+            self.text(x + 17, self.y + 10, words, size=11.5, fill=GREY)
             x += 17 + 6.1 * len(words) + 20
         self.y += 16
 
@@ -115,21 +68,8 @@ class _Page:
         for x, words in cells:
             self.text(abs(x), self.y, words, size=11.5, bold=head, mono=not head, anchor="end" if x < 0 else "start")
         if head:
-            self.box(_MARGIN, self.y + 5, _WIDTH - 2 * _MARGIN, 1, _LINE)
+            self.box(MARGIN, self.y + 5, WIDTH - 2 * MARGIN, 1, LINE)
             self.y += 4
-
-    def render(self, title: str) -> str:
-        height = self.y + _MARGIN
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" '
-                f'height="{height:.0f}" font-family={quoteattr(_SANS)} role="img">',
-                f"<title>{escape(title)}</title>",
-                '<rect width="100%" height="100%" fill="#ffffff"/>',
-                *self.elements,
-                "</svg>\n",
-            ]
-        )
 
 
 def draw(explanation: Explanation) -> str:
@@ -138,10 +78,10 @@ def draw(explanation: Explanation) -> str:
     page = _Page()
     page.y += 14
     title = f"{explanation.task} under {layout.name} on {plural(layout.num_ranks, 'rank')}"
-    page.text(_MARGIN, page.y, title, size=21, bold=True)
+    page.text(MARGIN, page.y, title, size=21, bold=True)
     page.y += 4
     page.paragraph(
-        f"{layout.describe()}; {describe_model(explanation)}; {describe_batch(explanation)}", size=13, fill=_INK
+        f"{layout.describe()}; {describe_model(explanation)}; {describe_batch(explanation)}", size=13, fill=INK
     )
     page.y += 2
     for note in fold_stage_notes(explanation.notes):
@@ -165,25 +105,25 @@ def _ranks(page: _Page, explanation: Explanation) -> None:
     per_stage = rows // layout.pp
     shown = list(range(rows)) if rows <= _MOST_ROWS else [*range(_MOST_ROWS - 2), rows - 1]
     largest = max(view.state_bytes[kind] for view in explanation.ranks for kind in _STATES)
-    width = (_WIDTH - 2 * _MARGIN - _LABEL + 10) / min(_MOST_COLUMNS, max(columns, 2)) - 10
+    width = (WIDTH - 2 * MARGIN - _LABEL + 10) / min(_MOST_COLUMNS, max(columns, 2)) - 10
     page.legend(list(_STATES.items()))
     page.y += 5
     for place, row in enumerate(shown):
         if place and row > shown[place - 1] + 1:
-            page.text(_MARGIN, page.y + 12, f"... {row - shown[place - 1] - 1} rows of ranks like these", fill=_GREY)
+            page.text(MARGIN, page.y + 12, f"... {row - shown[place - 1] - 1} rows of ranks like these", fill=GREY)
             page.y += 22
         view = explanation.ranks[row // per_stage]
         names = [f"stage{'s' * (len(view.stages) > 1)} {', '.join(map(str, view.stages))}"] if layout.pp > 1 else []
         names += [f"replica {row % per_stage}"] if per_stage > 1 else []
         for line, name in enumerate(names or ["all ranks alike"]):
-            page.text(_MARGIN, page.y + 20 + 16 * line, name, bold=not line)
+            page.text(MARGIN, page.y + 20 + 16 * line, name, bold=not line)
         fitting = columns if columns <= _MOST_COLUMNS else _MOST_COLUMNS - 1
         for column in range(fitting):
             rank = row * columns + column
-            _card(page, _MARGIN + _LABEL + column * (width + 10), width, rank, view, explanation, largest)
+            _card(page, MARGIN + _LABEL + column * (width + 10), width, rank, view, explanation, largest)
         if fitting < columns:
-            x = _MARGIN + _LABEL + fitting * (width + 10)
-            page.text(x, page.y + 44, f"... {columns - fitting:,} more", fill=_GREY)
+            x = MARGIN + _LABEL + fitting * (width + 10)
+            page.text(x, page.y + 44, f"... {columns - fitting:,} more", fill=GREY)
         page.y += 82
 
 
@@ -193,15 +133,15 @@ def _card(
     at, axes = explanation.layout.coordinates(rank), explanation.layout.axes
     words = {"dp_shard": "shard", "tp": "tp"}
     where = " ".join(f"{word} {at[axis]}" for axis, word in words.items() if axes[axis] > 1)
-    page.box(x, page.y, width, 72, _PANEL, line=_LINE, round=5)
+    page.box(x, page.y, width, 72, PANEL, line=LINE, round=5)
     page.text(x + 8, page.y + 16, f"rank {rank}", bold=True)
     if width > 100:
-        page.text(x + width - 8, page.y + 16, where, size=10.5, fill=_GREY, anchor="end")
+        page.text(x + width - 8, page.y + 16, where, size=10.5, fill=GREY, anchor="end")
     for line, (kind, fill) in enumerate(_STATES.items()):
         count, y = view.state_bytes[kind], page.y + 24 + 15 * line
         longest = width - 16 - 54
         page.box(x + 8, y + 1, longest * count / max(1, largest), 10, fill, tip=f"rank {rank}: {kind} {count:,} bytes")
-        page.text(x + width - 8, y + 10, human_bytes(count), size=10, fill=_GREY, anchor="end")
+        page.text(x + width - 8, y + 10, human_bytes(count), size=10, fill=GREY, anchor="end")
 
 
 def _schedule(page: _Page, explanation: Explanation) -> None:
@@ -210,13 +150,13 @@ def _schedule(page: _Page, explanation: Explanation) -> None:
         "Schedule", f"{layout.schedule}: micro-batches over time; lengths by arithmetic, messages cost nothing"
     )
     length = max(slot.stop for slot in chart)
-    scale = (_WIDTH - 2 * _MARGIN - _LABEL) / length
+    scale = (WIDTH - 2 * MARGIN - _LABEL) / length
     height = 26 if layout.pp <= 12 else 14
-    left, top = _MARGIN + _LABEL, page.y + 6
+    left, top = MARGIN + _LABEL, page.y + 6
     for view in explanation.ranks:
         y = top + view.stage * (height + 4)
         stages = ", ".join(map(str, view.stages))
-        page.text(_MARGIN, y + height / 2 + 4, f"stage{'s' * (len(view.stages) > 1)} {stages}", bold=True)
+        page.text(MARGIN, y + height / 2 + 4, f"stage{'s' * (len(view.stages) > 1)} {stages}", bold=True)
         page.box(left, y, length * scale, height, "#e9edf0")
     for slot in chart:
         y, width = top + slot.rank * (height + 4), (slot.stop - slot.start) * scale
@@ -226,7 +166,7 @@ def _schedule(page: _Page, explanation: Explanation) -> None:
         gap = min(1.0, width / 6)
         page.box(left + slot.start * scale, y, width - gap, height, fills[is_later], tip=tip)
         if width >= 7.5 * len(str(slot.chunk)) + 2 and height >= 14:
-            ink = "#ffffff" if fills[is_later] in ("#0072b2", "#009e73") else _INK
+            ink = "#ffffff" if fills[is_later] in ("#0072b2", "#009e73") else INK
             x = left + slot.start * scale + (width - gap) / 2
             page.text(x, y + height / 2 + 4, str(slot.chunk), size=11, fill=ink, anchor="middle")
     page.y = top + layout.pp * (height + 4) - 6
@@ -235,12 +175,12 @@ def _schedule(page: _Page, explanation: Explanation) -> None:
     if layout.stages_per_rank > 1:
         entries += [(f"{w}, second stage", second) for k, (w, _, second) in _ACTIONS.items() if k in kinds]
     page.legend([*entries, ("idle", "#e9edf0")])
-    page.paragraph(describe_idle(explanation), fill=_INK)
+    page.paragraph(describe_idle(explanation), fill=INK)
 
 
 def _messages(page: _Page, explanation: Explanation) -> None:
     page.heading("Sent in a step", "bytes of the whole tensor that a collective makes or a stage hands on")
-    columns = (_MARGIN, 112, 232, -410, -560, -650)
+    columns = (MARGIN, 112, 232, -410, -560, -650)
     groups = groups_of(explanation, lambda view: view.messages)
     tables = [message_rows(group.views[0].messages) for group in groups]
     largest = max((row.total_bytes for rows in tables for row in rows), default=1)
@@ -250,18 +190,18 @@ def _messages(page: _Page, explanation: Explanation) -> None:
         total = human_bytes(sum(row.total_bytes for row in rows)) if rows else "nothing"
         page.y += 5
         page.y += 17
-        page.text(_MARGIN, page.y, f"{group.label}: {total}", bold=True, fill=_GREY)
+        page.text(MARGIN, page.y, f"{group.label}: {total}", bold=True, fill=GREY)
         for row in rows:
             cells = (row.phase, row.operation, row.over, f"{row.times:,}", row.each, human_bytes(row.total_bytes))
             page.row(list(zip(columns, cells, strict=True)))
-            length = (_WIDTH - _MARGIN - 670) * row.total_bytes / max(1, largest)
-            page.box(670, page.y - 9, max(1.0, length), 10, _PHASES.get(row.phase, _GREY))
+            length = (WIDTH - MARGIN - 670) * row.total_bytes / max(1, largest)
+            page.box(670, page.y - 9, max(1.0, length), 10, _PHASES.get(row.phase, GREY))
 
 
 def _parameters(page: _Page, explanation: Explanation) -> None:
     page.heading("Parameters", "a star stands for the number of a block")
     has_stages = explanation.layout.pp > 1
-    columns = (_MARGIN, -408, 425, 565, 705, 872)
+    columns = (MARGIN, -408, 425, 565, 705, 872)
     head = ("parameter", "", "whole", "on a rank", "cut: dimension", "stage" if has_stages else "")
     page.row(list(zip(columns, head, strict=True)), head=True)
     rows = parameter_rows(explanation)

@@ -106,14 +106,16 @@ class _FixedBuckets:
         return False
 
 
-def adapt_ddp(ddp: DistributedDataParallel, size: int) -> None:
+def adapt_ddp(ddp: DistributedDataParallel, size: int, reduce_in: torch.dtype | None = None) -> None:
     """Let DDP's C++ reducer work on fake tensors: the all-reduce is issued from Python, the buckets stay."""
 
     # DDP compares these annotations with the real types, so they must not be strings.
     def all_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
-        buffer.div_(size)
-        dist.all_reduce(buffer)
+        sent = buffer.div_(size) if reduce_in is None else buffer.to(reduce_in).div_(size)
+        dist.all_reduce(sent)
+        if sent is not buffer:
+            buffer.copy_(sent)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done

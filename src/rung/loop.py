@@ -108,7 +108,8 @@ class _Loop:
             if evaluates and not self._evaluate():
                 return self._stop()
             self._save_if_due()
-            if self._is_stopped(self._pulse.beat(step, self._runtime.phase_seconds())) and not is_last:
+            asked = self._is_stopped(self._pulse.beat(step, self._runtime.phase_seconds()))
+            if asked and not is_last and self._runtime.is_settled():
                 return self._stop()
             for line in self._pulse.slow_lines():
                 log.info(line)
@@ -126,8 +127,11 @@ class _Loop:
         kept = [dict(zip(self._runtime.state_bytes(), map(int, row), strict=True)) for row in state]
         sent = self._world.gather_objects({name: asdict(t) for name, t in self._runtime.traffic().items()})
         facts = {"steps": self._position.step, "seconds": time.perf_counter() - started, "state_bytes": kept}
+        told: dict[str, Any] = {"traffic": sent} if any(sent) else {}
+        if self._runtime.device_0_bytes():
+            told["device_0_bytes"] = self._runtime.device_0_bytes()
         for observer in self._observers:
-            observer.on_end({**facts, "traffic": sent} if any(sent) else facts)
+            observer.on_end({**facts, **told})
         return Summary(self._position.step, self._last, self._measured)
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ class StepRecord:
     slowest_reader: int  # that rank
     peak_memory_bytes: int  # of the rank with the highest
     event: str = "step"
+    staleness: int | None = None  # updates that the gradient was late by, under ps-async
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Ledger:
                     data_wait_seconds=rows[slowest][count + index],
                     slowest_reader=slowest,
                     peak_memory_bytes=int(max(row[-1] for row in rows)),
+                    staleness=result.staleness,
                 )
             )
         return records
@@ -186,7 +188,8 @@ class JsonLines:
         self._put({"event": "end", **facts})
 
     def on_steps(self, records: list[StepRecord]) -> None:
-        self._put(*map(asdict, records))
+        rows = map(asdict, records)
+        self._put(*({k: v for k, v in row.items() if k != "staleness" or v is not None} for row in rows))
 
     def on_evaluation(self, record: EvalRecord) -> None:
         row = {"event": "eval", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, **record.metrics}
@@ -252,6 +255,8 @@ class TensorBoard:
             self._scalar("train/lr", record.lr, record.step)
             if record.grad_norm is not None:
                 self._scalar("train/grad_norm", record.grad_norm, record.step)
+            if record.staleness is not None:
+                self._scalar("train/staleness", float(record.staleness), record.step)
         last = records[-1]
         self._scalar("speed/samples_per_second", last.samples_per_second, last.step)
         self._scalar("speed/step_seconds", last.step_seconds, last.step)

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 
@@ -63,3 +64,34 @@ def is_running(pid: int) -> bool:
 def num_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_of_cores(num_processes: int) -> int:
+    """How many cores each of the processes that one parent has started here has for itself.
+
+    A parent that binds each of them to cores of its own has divided them already.
+    """
+    own = num_cores()
+    try:
+        total = len(os.sched_getaffinity(os.getppid()))
+    except (AttributeError, OSError):
+        total = own
+    return max(1, min(own, total // num_processes))
+
+
+def parent_has_terminal() -> bool:
+    """Whether the process that started this one writes to a terminal. mpirun gives ranks one of their own, whatever
+    becomes of what they write there."""
+    try:
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
+
+
+def machine_name() -> str:
+    """The same for all processes of a machine, and another one on others, whatever they are called."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()

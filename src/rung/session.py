@@ -24,13 +24,14 @@ from torch import Tensor
 from rung.batches import Batches, Cut, MicroBatch, Window
 from rung.checkpoint import Position, Saver, Sites, choose, restore, save_weights
 from rung.config import micro_batch_size, resolve
-from rung.errors import DataError
+from rung.environment import environment_local_size, environment_size
+from rung.errors import DataError, StrategyError
 from rung.runtime import build_runtime
 from rung.runtime.forward import map_tensors
 from rung.strategy import default_name, parse
 from rung.task import Task, load_task
 from rung.train import dropout_seed, make_batches, make_eval_batches
-from rung.world import environment_local_size, environment_size, open_world
+from rung.world import open_world
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Session:
         self.task = task.bind(arguments)
         name = strategy or self.config.strategy or default_name(environment_size())
         layout = parse(name, environment_size(), environment_local_size(), self.config.schedule, self.config.servers)
+        if layout.kind == "ps-async":
+            raise StrategyError("ps-async has no steps that all processes take together. Use `rung train`, or ps.")
         self._stack = ExitStack()
         self.world = self._stack.enter_context(
             open_world(
@@ -61,6 +64,7 @@ class Session:
                 device=self.config.device,
                 backend=self.config.backend,
                 timeout_seconds=self.config.timeout,
+                rpc_host=self.config.rpc_host,
             )
         )
         steps = total_steps if total_steps is not None else self.config.steps

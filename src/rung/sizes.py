@@ -1,4 +1,4 @@
-"""Numbers of bytes for people."""
+"""Numbers of bytes and seconds for people."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def _scaled(count: float, base: int, units: list[str]) -> str:
         size /= base
         units = units[1:]
     return f"{size:.3g} {units[0]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """From microseconds on, three digits."""
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"

@@ -56,8 +56,8 @@ class Layout:
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
+        """Ranks that read different samples of a batch. Under ps-async a trainer takes whole batches."""
+        return 1 if self.kind == "ps-async" else self.dp_replicate * self.dp_shard
 
     @property
     def num_stages(self) -> int:
@@ -93,6 +93,11 @@ class Layout:
         """Whether a rank keeps parameters for others and computes no loss."""
         return rank < self.servers
 
+    @property
+    def expendable(self) -> range:
+        """Ranks that the others go on without: they keep nothing, and what they were at is given to others."""
+        return range(self.servers, self.num_ranks) if self.kind == "ps-async" else range(0)
+
     def team(self, rank: int) -> int:
         """Ranks of one team do the same work: those of a stage, the servers, the trainers."""
         return self.coordinates(rank)["pp"] if not self.servers else int(not self.is_server(rank))
@@ -113,8 +118,9 @@ class Layout:
 
     @property
     def uses_ddp(self) -> bool:
-        """Whether torch's DDP carries it, over all ranks."""
-        return self.kind == "mesh" and self.is_distributed and not self.uses_fully_shard and not self.is_composed
+        """Whether torch's DDP carries it, over all ranks that compute."""
+        alone = self.kind == "mesh" and self.is_distributed and not self.uses_fully_shard and not self.is_composed
+        return alone or self.kind == "ddp+ps"
 
     @property
     def shards_parameters(self) -> bool:
@@ -130,7 +136,7 @@ class Layout:
         if self.kind == "dp":
             return f"{self.name}: one process, {self.devices or 'all'} devices"
         if self.servers:
-            return f"{self.name}: {_many(self.servers, 'server')} + {_many(self.num_data_ranks, 'trainer')}"
+            return f"{self.name}: {_many(self.servers, 'server')} + {_many(self.dp_replicate, 'trainer')}"
         if self.kind == "rpc-pp":
             return f"{self.name}: {self.pp} stages over RPC"
         parts = []
@@ -307,7 +313,7 @@ def fit(
     """
     least = 1
     for part in split(text):
-        least *= math.prod(part.sizes)
+        least *= math.prod(part.sizes) if part.name != "dp" else 1  # whose size counts devices
     for used in range(num_ranks, least - 1, -1):
         try:
             return parse(text, used, ranks_per_host, schedule, servers), num_ranks - used

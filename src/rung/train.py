@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from rung.batches import Batches, Cut
 from rung.checkpoint import Checkpoint, Position, Sites, is_same_topology, restore, save_weights
 from rung.config import RunConfig, half_micro_batch, micro_batch_size
+from rung.environment import environment_local_size, environment_size
 from rung.errors import CheckpointError
 from rung.keeper import Keeper, find_state
 from rung.loop import Summary, run
@@ -26,7 +27,7 @@ from rung.runtime.base import ModelFacts
 from rung.status import StatusWriter
 from rung.strategy import Layout, parse
 from rung.task import Task, load_task
-from rung.world import World, environment_local_size, environment_size, open_world
+from rung.world import World, open_world
 
 log = logging.getLogger("rung")
 
@@ -58,8 +59,12 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
     layout = parse(job.strategy, environment_size(), environment_local_size(), config.schedule, config.servers)
     # The launcher sees a hang first, and knows more of it than a rank that waits in a collective.
     patience = 2 * config.timeout + 30
-    with open_world(layout, device=config.device, backend=config.backend, timeout_seconds=patience) as world:
+    with open_world(
+        layout, device=config.device, backend=config.backend, timeout_seconds=patience, rpc_host=config.rpc_host
+    ) as world:
         status.phase("building")
+        if layout.kind == "ps-async" and not world.is_server:
+            return _work_for_servers(task, world, config, status)
         folder = Path(job.run_dir) if job.run_dir is not None else None
         sites = Sites(world, folder) if folder is not None else None
         checkpoint = None
@@ -108,7 +113,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
                     JsonLines(folder / "metrics.jsonl", resume=job.resume),
                     TensorBoard(folder / "tensorboard", start.step),
                 ]
-        make_evaluation = (lambda: make_eval_batches(task, config, world)) if task.eval_data is not None else None
+        make_evaluation = _evaluation(task, config, world)
         facts = {
             "task": task.name,
             "strategy": layout.name,
@@ -123,6 +128,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
                 status.phase("saving")
                 save_weights(runtime, folder / "model.safetensors", step=step)
 
+        runtime.begin(start.step, batches)
         try:
             summary = run(
                 runtime,
@@ -140,16 +146,34 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
         except Exception as error:
             _explain(error, runtime, world, config, keeper)
             raise
-        for note in runtime.notes[told:]:
+        for note in runtime.notes[told:] + [t.saving() for t in runtime.traffic().values() if t.plain_bytes]:
             log.info("  %s", note)
         status.phase("saving")
         for observer in observers:
             observer.close()
         if keeper is not None:
             keeper.close()
+        runtime.dismiss(stopped=summary.stopped)
         world.barrier()
     status.phase("stopped" if summary.stopped else "finished")
     return summary
+
+
+def _work_for_servers(task: Task, world: World, config: RunConfig, status: StatusWriter) -> Summary:
+    """A trainer of ps-async: it computes what it is asked to, and the run is the servers' affair."""
+    from rung.runtime.async_trainer import AsyncTrainer
+
+    batches = make_batches(task, config, world)
+    runtime = build_runtime(task, world, config, total_steps=batches.total_steps, status=status)
+    assert isinstance(runtime, AsyncTrainer)
+    torch.manual_seed(dropout_seed(config.seed, world))
+    word = runtime.work(batches, _evaluation(task, config, world))
+    status.phase(word)
+    return Summary(runtime.num_updates, None, None, stopped=word == "stopped")
+
+
+def _evaluation(task: Task, config: RunConfig, world: World) -> Callable[[], Batches] | None:
+    return (lambda: make_eval_batches(task, config, world)) if task.eval_data is not None else None
 
 
 def _explain(error: Exception, runtime: Runtime, world: World, config: RunConfig, keeper: Keeper | None) -> None:
@@ -198,6 +222,7 @@ def make_batches(task: Task, config: RunConfig, world: World, *, start_step: int
         collate=task.collate,
         num_workers=config.workers,
         pin_memory=world.device.type == "cuda" and not world.pretend,
+        reads=not world.is_server,
     )
 
 
@@ -213,6 +238,7 @@ def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
         collate=task.collate,
         num_workers=config.workers,
         pin_memory=world.device.type == "cuda" and not world.pretend,
+        reads=not world.is_server,
     )
 
 

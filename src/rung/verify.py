@@ -21,12 +21,14 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
-from rung.config import RunConfig, micro_batch_size, resolve
+from rung.config import RunConfig, micro_batch_size, refuse_contradictions, resolve
 from rung.errors import ConfigError, ModelError, RungError, StrategyError
 from rung.launch.command import prepare
 from rung.launch.local import launch
 from rung.launch.server import warm_up
+from rung.parallel.batchnorm import batch_norms
 from rung.runtime import build_runtime
 from rung.strategy import SCHEDULES, Layout, natural_num_ranks, parse
 from rung.task import load_task
@@ -94,7 +96,7 @@ def verify_command(
     """The command. Returns the exit code."""
     warm_up()
     console = Console(file=sys.stderr if as_json else sys.stdout)
-    names = choose_strategies(strategies, num_ranks)
+    names = choose_strategies(strategies, num_ranks, has_remote=load_task(path).remote is not None)
     by_name = {name for name in strategies if name != "all"}
     asked = resolve(load_task(path), flags=flags, assignments=assignments).config
     alone = {key: value for key, value in assignments.items() if key not in ("offload", *_FOR_CUT_MODELS)}
@@ -158,12 +160,12 @@ def verify_command(
     return 1 if failed else 0
 
 
-def choose_strategies(names: list[str], num_ranks: int) -> list[str]:
+def choose_strategies(names: list[str], num_ranks: int, *, has_remote: bool = False) -> list[str]:
     """The strategies to run, checked against the number of processes. 'all' is `all_strategies`."""
     chosen: list[str] = []
     for name in names:
         if name == "all":
-            chosen += all_strategies(num_ranks)
+            chosen += all_strategies(num_ranks, has_remote=has_remote)
         else:
             own = natural_num_ranks(name)
             parse(name, own if own is not None else num_ranks)
@@ -173,14 +175,16 @@ def choose_strategies(names: list[str], num_ranks: int) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def all_strategies(num_ranks: int) -> list[str]:
-    """Every kind of strategy for so many processes: data parallel, tensors and stages cut, and the two composed."""
+def all_strategies(num_ranks: int, *, has_remote: bool = False) -> list[str]:
+    """Every kind of strategy for so many processes: data parallel, tensors and stages cut, the two composed, and over
+    RPC, with `has_remote` also ddp+ps. Of dp it is so many devices, in one process. ps-async gives other numbers.
+    """
     found = ["ddp", "zero1", "zero2", "zero3"]
     if num_ranks == 1 or num_ranks % 2 == 0:
         found.append("hsdp")
     if num_ranks == 1:
         return found
-    found += [f"tp{num_ranks}", *(f"pp{num_ranks}:{schedule}" for schedule in SCHEDULES)]
+    found += [f"dp{num_ranks}", f"tp{num_ranks}", *(f"pp{num_ranks}:{schedule}" for schedule in SCHEDULES)]
     if num_ranks % 2 == 0 and num_ranks >= 4:
         half = num_ranks // 2
         found += [f"pp2,{name}" for name in ("ddp", "zero1", "zero2", "fsdp")]
@@ -188,7 +192,7 @@ def all_strategies(num_ranks: int) -> list[str]:
         found += [f"{name},tp2" for name in ("ddp", "zero1", "zero2", "fsdp")]
     if num_ranks % 8 == 0:
         found += ["hsdp,tp2", "pp2,hsdp", "pp2,fsdp,tp2"]
-    return found
+    return [*found, "ps", *(["ddp+ps"] if has_remote else []), f"rpc-pp{num_ranks}"]
 
 
 def compare(trace: Trace, reference: Trace) -> dict[str, Any]:
@@ -241,17 +245,20 @@ class _Jobs:
         return Row(strategy, optimizer, num_ranks, **found, first_differing=differing[0] if differing else None)
 
     def why_impossible(self, strategy: str, num_ranks: int) -> str | None:
-        """What stands in the way of a strategy that cuts the model; found in a pretend world, in a moment."""
+        """What stands in the way of a strategy that cuts the model or its batch; found in a pretend world."""
         layout = parse(strategy, num_ranks)
-        if not layout.is_composed:
+        if not layout.is_composed and layout.kind != "dp":
             return None
         if strategy not in self._reasons:
             job = self._job(strategy, num_ranks, "sgd", self._config.micro_batch, None)
             self._reasons[strategy] = None
             try:
-                with pretend_world(layout) as world:
-                    build_runtime(job.load(), world, replace(job.config, device="cpu"))
-            except (StrategyError, ModelError) as error:
+                with pretend_world(_like(layout)) as world:
+                    refuse_contradictions(job.config, layout)
+                    runtime = build_runtime(job.load(), world, replace(job.config, device="cpu"))
+                    if layout.kind == "dp":
+                        self._reasons[strategy] = _why_not_in_parts(runtime.model)
+            except (StrategyError, ModelError, ConfigError) as error:
                 self._reasons[strategy] = str(error)
         return self._reasons[strategy]
 
@@ -294,6 +301,22 @@ class _Jobs:
         task = str(Path(self._path).resolve())
         where = str(folder) if folder is not None else None
         return Job(task, strategy, config, self._arguments, where, plain_sgd=optimizer == "sgd")
+
+
+def _like(layout: Layout) -> Layout:
+    """What can be pretended and asks the same of a model."""
+    if layout.kind == "mesh":
+        return layout
+    return parse(f"pp{layout.pp}:gpipe", layout.pp) if layout.kind == "rpc-pp" else parse("single", 1)
+
+
+def _why_not_in_parts(model: nn.Module) -> str | None:
+    """Under dp a batch norm sees the part of one replica, as torch's DataParallel has it."""
+    names = [name for name, _ in batch_norms(model)]
+    if not names:
+        return None
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"its batch norm ({names[0]}{others}) would be that of each replica's part of the batch, not of the whole"
 
 
 def _difference(value: Any, other: Any) -> float:

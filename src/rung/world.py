@@ -1,7 +1,7 @@
 """The world a rank lives in: its number, its device, its process group and mesh; real or pretended.
 
-Only here is the environment read. Code above takes a `World` and cannot tell whether it is real: the differences
-(which tensors, how a value reaches the host, what DDP needs) are methods of it.
+Code above takes a `World` and cannot tell whether it is real: the differences (which tensors, how a value reaches the
+host, what DDP needs) are methods of it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rung import fakes
-from rung.errors import EnvironmentProblem
+from rung.environment import (
+    environment_local_rank,
+    environment_local_size,
+    environment_rank,
+    environment_size,
+    has_store,
+    mpi_place,
+)
+from rung.errors import EnvironmentProblem, StrategyError
+from rung.mpi import library as mpi
+from rung.processes import num_cores
+from rung.store import open_store
 from rung.strategy import Layout
+
+if TYPE_CHECKING:  # most jobs make no calls, and the import takes its time
+    from rung.rpc import Calls
 
 
 @dataclass
@@ -39,13 +52,20 @@ class World:
     mesh: DeviceMesh | None
     pretend: bool = False
     timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # of a collective
+    devices: tuple[torch.device, ...] = ()  # of the replicas in this process, under dp
     _fake_mode: Any = field(default=None, repr=False)
     _data_mesh: DeviceMesh | None = field(default=None, repr=False)
     _trainers: dist.ProcessGroup | None = field(default=None, repr=False)
+    _calls: Calls | None = field(default=None, repr=False)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def has_source(self) -> bool:
+        """Whether this rank makes the seeded weights itself; the others are given them."""
+        return self.is_main or self.size == 1
 
     @property
     def has_storage(self) -> bool:
@@ -66,6 +86,12 @@ class World:
     def counts_loss(self) -> bool:
         """Whether this rank tells the loss of its share: tensor ranks all have it, and only the last stage has it."""
         return self.layout.counts_loss(self.rank)
+
+    @property
+    def calls(self) -> Calls:
+        """How processes call each other, under the strategies over RPC."""
+        assert self._calls is not None, "this strategy makes no calls between processes"
+        return self._calls
 
     @property
     def is_server(self) -> bool:
@@ -109,8 +135,13 @@ class World:
         """Around materialising and stepping: nothing in the real world, fake tensors in a pretend one."""
         return fakes.fake_tensors(self._fake_mode) if self._fake_mode is not None else nullcontext()
 
-    def replicate(self, module: torch.nn.Module, *, find_unused: bool) -> DistributedDataParallel:
-        """Real DDP over all ranks. The weights are equal already, so nothing is broadcast again."""
+    def replicate(
+        self, module: torch.nn.Module, *, find_unused: bool, reduce_in: torch.dtype | None = None
+    ) -> DistributedDataParallel:
+        """Real DDP over all ranks that compute. The weights are equal already, so nothing is broadcast again.
+
+        `reduce_in` is the type of gradients on their way, where a hook will see to that: a pretended DDP has its own.
+        """
         with warnings.catch_warnings():
             # `broadcast_buffers` is deprecated in torch 2.13 for a name that 2.11 does not have.
             warnings.simplefilter("ignore", FutureWarning)
@@ -121,9 +152,10 @@ class World:
                 init_sync=False,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused,
+                process_group=self._trainers,
             )
         if self.pretend:
-            fakes.adapt_ddp(ddp, self.size)
+            fakes.adapt_ddp(ddp, self.size, reduce_in)
         return ddp
 
     def place(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -178,45 +210,40 @@ class World:
 
     def host_group(self) -> dist.ProcessGroup:
         """A new group of all ranks for host memory, so that what is sent there does not mix with the training."""
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self.timeout)
+        group: dist.ProcessGroup = dist.new_group(backend=self.host_backend, timeout=self.timeout)
         return group
+
+    @property
+    def host_backend(self) -> str:
+        """What carries messages from host memory beside the training: MPI where it carries everything, else gloo."""
+        return self.backend if self.backend == mpi.BACKEND else "gloo"
 
     def barrier(self) -> None:
         if self.size > 1 and not self.pretend:
             dist.all_reduce(torch.zeros(1))
 
     def close(self) -> None:
+        if self._calls is not None:
+            # Under ps-async some may be gone, and all have said goodbye to each other.
+            self._calls.abandon() if self.layout.kind == "ps-async" else self._calls.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def environment_size() -> int:
-    """How many ranks the launcher of this process says there are."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def environment_rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def environment_local_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", environment_size()))
-
-
-def environment_local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", environment_rank()))
-
-
-def set_environment_sizes(size: int, local_size: int) -> None:
-    """Correct what the launcher's environment says, where not every process that it started takes part."""
-    os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = str(size), str(local_size)
-
-
 @contextlib.contextmanager
 def open_world(
-    layout: Layout, *, device: str = "auto", backend: str = "auto", timeout_seconds: int = 600
+    layout: Layout,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    timeout_seconds: int = 600,
+    rpc_host: str | None = None,
 ) -> Iterator[World]:
-    """Join the job that the launcher (Rung's own, torchrun, ...) described in the environment."""
+    """Join the job that the launcher (Rung's own, torchrun, ...) described in the environment.
+
+    Under ps-async the world is that of the servers: trainers, each a world of its own, only make calls, so that the
+    end of one is nobody else's.
+    """
     rank, size = environment_rank(), environment_size()
     local_rank, local_size = environment_local_rank(), environment_local_size()
     if size != layout.num_ranks:
@@ -227,26 +254,45 @@ def open_world(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if not layout.is_distributed:
-        yield World(layout, rank, size, local_rank, where, "none", None)
+        devices = choose_devices(layout, device, backend) if layout.kind == "dp" else ()
+        yield World(layout, rank, size, local_rank, where, "none", None, devices=devices)
         return
-    name = choose_backend(backend, where)
+    name = choose_backend(backend, where, layout)
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(name, rank=rank, world_size=size, timeout=timeout)
-    else:  # one process that nobody launched
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
+    num_processes, joins = size, layout.kind != "ps-async" or layout.is_server(rank)
+    if layout.kind == "ps-async":
+        size = layout.servers if joins else 1
+    if joins:
+        _join_group(name, rank, size, timeout)
     world = World(layout, rank, size, local_rank, where, name, None, timeout=timeout)
     if layout.kind == "mesh":
         world.mesh = _make_mesh(layout, where)
-    if layout.servers:
+    elif layout.servers and layout.kind != "ps-async":
         world._trainers = dist.new_group(list(range(layout.servers, size)), timeout=timeout)
+    if layout.uses_rpc:
+        from rung.rpc import Calls
+
+        world._calls = Calls(rank, num_processes, host=rpc_host, timeout_seconds=timeout_seconds)
     try:
         yield world
     except BaseException:
         # No goodbye: destroying a group whose peers are gone can block. The process is about to end.
+        mpi.forsake()
         raise
     else:
         world.close()
+
+
+def _join_group(backend: str, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    if backend == mpi.BACKEND:
+        mpi.register()
+    place = mpi_place()
+    store: Any = None  # the environment says where it is
+    if not has_store() and place is not None:
+        store = open_store(place, over_mpi=backend == mpi.BACKEND)
+    elif not has_store():  # one process that nobody launched
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -256,6 +302,11 @@ def pretend_world(layout: Layout, *, rank: int = 0, device: str = "cpu", fake: b
     Collectives return at once. With `fake`, tensors hold no data either; without, they are real, so that the memory
     of one rank of a large job can be measured on one device.
     """
+    if layout.kind != "mesh":
+        raise StrategyError(
+            f"{layout.name} cannot be pretended: what it sends are calls of processes or threads, not collectives. "
+            "Run it with `rung train`, or look at a strategy of the mesh such as ddp, fsdp or pp."
+        )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     mesh = None
     if layout.is_distributed:
@@ -285,6 +336,11 @@ def choose_device(device: str, backend: str, local_rank: int, local_size: int) -
         raise EnvironmentProblem(
             "device=cuda was asked for, but torch sees no GPU here. Use device=cpu, or device=auto."
         )
+    if backend == "mpi":
+        raise EnvironmentProblem(
+            "--backend mpi carries what lies in host memory, and this run is on a GPU. Use --backend nccl, which "
+            "mpirun starts as well, or --set device=cpu."
+        )
     if local_size > gpus and backend != "gloo":
         raise EnvironmentProblem(
             f"{local_size} processes on {gpus} GPU{'s' if gpus > 1 else ''}: NCCL takes one process a GPU. Use "
@@ -293,7 +349,29 @@ def choose_device(device: str, backend: str, local_rank: int, local_size: int) -
     return torch.device("cuda", local_rank % gpus)
 
 
-def choose_backend(backend: str, device: torch.device) -> str:
+def choose_devices(layout: Layout, device: str, backend: str) -> tuple[torch.device, ...]:
+    """Where the replicas of dp are, one thread each; an error if the machine has too few."""
+    first = choose_device(device, backend, 0, 1)
+    if first.type == "cpu":
+        return (first,) * (layout.devices or max(2, num_cores()))
+    gpus = torch.cuda.device_count()
+    count = layout.devices or gpus
+    if count > gpus and backend != "gloo":
+        raise EnvironmentProblem(
+            f"{layout.name} asks for {count} GPUs, and torch sees {gpus}. Use --strategy dp{gpus}, or --backend gloo "
+            "to let replicas share a GPU, or --set device=cpu."
+        )
+    return tuple(torch.device("cuda", number % gpus) for number in range(count))
+
+
+def choose_backend(backend: str, device: torch.device, layout: Layout | None = None) -> str:
+    """What torch calls it, where the machine has it and the layout can use it."""
+    if backend == "mpi":
+        # Of torch's own, one call at a time runs in a process, whichever its group: with several, ranks that begin
+        # with different ones wait for each other for ever.
+        uses_torch = dist.is_mpi_available() and layout is not None and layout.uses_ddp
+        mpi.refuse_if_impossible(needs_library=not uses_torch)
+        return "cpu:mpi" if uses_torch else mpi.BACKEND
     if backend == "nccl" and device.type != "cuda":
         raise EnvironmentProblem(
             "backend=nccl moves data between GPUs only, and this run is on the CPU. Use backend=gloo."

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rung.task import load_task
 from rung.train import make_batches
 from rung.world import environment_size, open_world, pretend_world
 from tests.checkpoints import legs, one_leg
-from tests.harness import on_ranks
+from tests.harness import RankFailed, on_ranks
 from tests.parity import by_hand, largest_difference, with_rung
 from tests.tasks import EXAMPLES, TASKS
 
@@ -36,7 +36,7 @@ ONE_RANK_OF_64 = (
 
 def matches_cpu(strategy: str, model: str, num_ranks: int, **changes: Any) -> str:
     """The CUDA run equals a hand-written loop on the CPU in float64."""
-    backend = "gloo" if num_ranks > 1 else "auto"
+    backend = changes.pop("backend", "gloo" if num_ranks > 1 else "auto")
     micro = changes.pop("global_micro_batch", None)
     num_data_ranks = parse(strategy, num_ranks).num_data_ranks
     config = RunConfig(
@@ -119,7 +119,7 @@ def memory_of_one_rank(strategy: str, size: int, precision: str = "bf16") -> str
     return f"peak MiB {' '.join(figures)}"
 
 
-def resumes_exactly(strategy: str, num_ranks: int, precision: str = "fp32") -> str:
+def resumes_exactly(strategy: str, num_ranks: int, precision: str = "fp32", **changes: Any) -> str:
     """Stopped twice, with dropout: the losses and weights of the run that was never stopped, bit by bit."""
     config = RunConfig(
         batch_size=10,
@@ -129,6 +129,7 @@ def resumes_exactly(strategy: str, num_ranks: int, precision: str = "fp32") -> s
         backend="gloo" if num_ranks > 1 else "auto",
         eval_every="never",
     )
+    config = replace(config, **changes)
     with tempfile.TemporaryDirectory() as folder:
         plan = [(strategy, num_ranks, until) for until in (4, 11, 20)]
         losses, state = legs(TASKS["dropping"], config, Path(folder, "legs"), plan)
@@ -144,7 +145,7 @@ def any_to_any() -> str:
     shared = replace(config, backend="gloo")
     plan = [
         ("ddp", 2, 2, shared), ("zero3", 2, 4, shared), ("tp2", 2, 5, shared), ("single", 1, 6, config),
-        ("pp2", 2, 8, replace(config, device="cpu")), ("zero1", 2, 10, shared),
+        ("dp2", 1, 7, shared), ("pp2", 2, 8, replace(config, device="cpu")), ("zero1", 2, 10, shared),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         for strategy, num_ranks, until, own in plan:
@@ -155,6 +156,70 @@ def any_to_any() -> str:
     gap = max(float((torch.as_tensor(v).double() - whole[n].double()).abs().max()) for n, v in results[0].state.items())
     assert gap < 1e-9, f"differs by {gap:.1e}"
     return f"{gap:.1e}"
+
+
+def _dp_run(model: str, config: RunConfig) -> dict[str, Any]:
+    task = TASKS[model]()
+    with open_world(parse("dp2", 1), device=config.device, backend=config.backend) as world:
+        batches = make_batches(task, config, world)
+        runtime = build_runtime(task, world, config, total_steps=batches.total_steps)
+        for window in runtime.place(batches):
+            runtime.step(window)
+        return {
+            "traffic": {name: asdict(sent) for name, sent in runtime.traffic().items()},
+            "device 0": runtime.device_0_bytes(),
+            "notes": [note for note in runtime.notes if note.startswith("batch norm")],
+            "state": {name: value.numpy() for name, value in runtime.named_weights()},
+        }
+
+
+def like_threads(model: str) -> str:
+    """`nn.DataParallel` on one GPU twice and Rung's threads: the same numbers, batch norm included, and exchanges."""
+    config = RunConfig(batch_size=25, steps=5, precision="fp64", device="cuda", backend="gloo")
+    found = on_ranks(_dp_run, 1, model, config, timeout=300)[0]
+    expected = on_ranks(_dp_run, 1, model, replace(config, device="cpu"), timeout=300)[0]
+    states = found.pop("state"), expected.pop("state")
+    gap = max(float(abs(states[0][name] - value).max()) for name, value in states[1].items())
+    assert gap < 1e-9, f"differs by {gap:.1e}"
+    assert found == expected, (found, expected)
+    return f"{gap:.1e}; {sum(sent['num_bytes'] for sent in found['traffic'].values())} bytes"
+
+
+class Idle(torch.nn.Module):
+    """A parameter that nothing uses; with images of three rows only, an error of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = torch.nn.Linear(36, 5), torch.nn.Linear(36, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 3:
+            raise ValueError("three rows")
+        return self.used(x.flatten(1))
+
+
+def idle_task() -> Any:
+    return replace(TASKS["images"](), model=Idle)
+
+
+def dp_errors() -> str:
+    """What is refused with one device is refused with replicas, too."""
+    config = RunConfig(batch_size=25, steps=2, precision="fp64", device="cuda", backend="gloo")
+    for words, own in (
+        ("2 trainable parameters got no gradient", config),
+        ("ValueError: three rows", replace(config, batch_size=6)),
+        ("dp2 asks for 2 GPUs, and torch sees 1", replace(config, backend="auto")),
+    ):
+        if own.backend == "auto" and torch.cuda.device_count() > 1:
+            continue
+        told = "no error"
+        try:
+            on_ranks(with_rung, 1, idle_task, "dp2", own, timeout=300)
+        except RankFailed as failed:
+            told = failed.error
+        assert words in told, f"{words}: {told}"
+    on_ranks(with_rung, 1, idle_task, "dp2", replace(config, unused_parameters="allow"), timeout=300)
+    return "as on one device"
 
 
 HUNGRY = """
@@ -255,6 +320,28 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
     for strategy in ("ddp", "zero1", "zero3", "tp2"):
         add(f"{strategy} resumes exactly 2 ranks gloo", resumes_exactly, strategy, 2)
     add("any strategy to any, GPU and CPU, resumes", any_to_any)
+    shared = {"backend": "gloo"}  # replicas share the GPU: device_ids [0, 0]
+    for strategy in ("dp2", "dp4"):
+        add(f"{strategy} gpt one GPU", matches_cpu, strategy, "gpt", 1, **shared)
+        add(f"{strategy} gpt one GPU x3", matches_cpu, strategy, "gpt", 1, global_micro_batch=12, **shared)
+    for mode in ("full", "selective"):
+        add(
+            f"dp2 gpt one GPU {mode} checkpointing",
+            matches_cpu,
+            "dp2",
+            "gpt",
+            1,
+            activation_checkpointing=mode,
+            **shared,
+        )
+    for model in ("padded", "recurrent"):
+        add(f"dp2 {model} one GPU", matches_cpu, "dp2", model, 1, **shared)
+    for precision in ("bf16", "fp16"):
+        add(f"dp2 one GPU {precision}", half_is_near, "dp2", precision, **shared)
+    for model in ("text", "images"):
+        add(f"dp2 {model} one GPU like threads", like_threads, model)
+    add("dp2 one GPU refuses", dp_errors)
+    add("dp2 one GPU resumes exactly", resumes_exactly, "dp2", 1, dropout=False, **shared)
     add("single out of memory", out_of_memory, "single", 1, 0.01)
     add("ddp out of memory 2 ranks gloo", out_of_memory, "ddp", 2, 0.006)
     add("tp2 gpt gloo x3", matches_cpu, "tp2", "gpt", 2, global_micro_batch=12)

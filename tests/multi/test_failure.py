@@ -629,6 +629,24 @@ def test_a_rank_killed_while_others_wait_for_it_in_a_collective(server: Server, 
     assert re.search(r"^rank 0: (lost its connection|stopped) in step 2, ", outcome.screen, re.MULTILINE)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_stage_of_a_pipeline_over_rpc_is_named(server: Server, tmp_path: Path, rank: int) -> None:
+    """The others wait for it in calls, in distributed autograd, and in a collective. Stage 1 alone comes to `Backward`,
+    which it does for each of a step's four micro-batches."""
+    place, step, phase = ("backward", 6, "backward") if rank == 1 else ("update", 2, "update")
+    write_task(tmp_path, place, "kill", rank, step=step)
+    outcome = server.run(tmp_path, "--strategy", "rpc-pp2")
+    assert "killed by SIGKILL" in outcome.assert_names(rank, 2, phase)
+    assert f"rank {1 - rank}: lost its connection in step 2" in outcome.screen
+
+
+def test_an_error_of_a_stage_s_optimizer_is_told_as_its_own(server: Server, tmp_path: Path) -> None:
+    write_task(tmp_path, "update", "raise", rank=1)
+    outcome = server.run(tmp_path, "--strategy", "rpc-pp2")
+    assert outcome.assert_names(1, 2, "update").endswith("ValueError: boom in the task")
+    assert 'strike("update"' in outcome.screen
+
+
 def test_ranks_that_die_before_they_have_said_a_word(server: Server, tmp_path: Path) -> None:
     write_task(tmp_path)
     outcome = server.run(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rung.runtime.mesh as runtime_mesh
-import rung.runtime.pipeline as runtime_pipeline
+import rung.runtime.staged as runtime_staged
 from rung.config import RunConfig, micro_batch_size
 from rung.strategy import parse
 from tests.harness import on_ranks
@@ -88,7 +88,7 @@ def _broken(make_task: Any, strategy: str, config: RunConfig, how: str) -> Outco
             return loss
         return loss * share if count % 3 == 0 else loss * 0.0
 
-    runtime_pipeline.weighted = wrong
+    runtime_staged.weighted = wrong
     runtime_mesh.weighted = wrong
     return with_rung(make_task, strategy, config)
 

@@ -14,7 +14,7 @@ import pytest
 from rung.config import RunConfig
 from rung.errors import ConfigError, EnvironmentProblem, StrategyError
 from rung.launch.elastic import Restarts, Terms, announce, retire, scale, terms_of, wanted_processes
-from rung.launch.network import address_towards, answers, interface_of, split_endpoint
+from rung.network import address_towards, answers, interface_of, split_endpoint
 from rung.strategy import fit
 
 
@@ -166,7 +166,7 @@ def test_whether_somebody_listens() -> None:
 def test_closing_connections_wakes_who_waits_for_a_peer_and_spares_who_listens() -> None:
     script = """
 import os, socket, threading
-from rung.launch.network import close_connections
+from rung.network import close_connections
 listener = socket.create_server(("127.0.0.1", 0))
 one = socket.create_connection(listener.getsockname())
 other, _ = listener.accept()

@@ -74,7 +74,7 @@ def test_the_lowest_rung_is_the_default() -> None:
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_every_preset_describes_itself(name: str) -> None:
-    assert name in parse(name, 1 if name == "single" else 4).describe()
+    assert name in parse(name, 1 if name in ("single", "dp") else 4).describe()
 
 
 @pytest.mark.parametrize(

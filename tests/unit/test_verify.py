@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rung.strategy import parse
+from rung.strategy import natural_num_ranks, parse
 from rung.verify import Row, Trace, choose_strategies, compare
 
 
@@ -34,12 +34,14 @@ def test_a_row_passes_only_if_everything_is_the_same() -> None:
 def test_all_is_every_strategy_that_fits() -> None:
     data = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
     assert choose_strategies(["all"], 1) == data
-    cut = ["tp2", "pp2:gpipe", "pp2:1f1b", "pp2:interleaved", "pp2:zb"]
-    assert choose_strategies(["all"], 2) == [*data, *cut]
+    cut = ["dp2", "tp2", "pp2:gpipe", "pp2:1f1b", "pp2:interleaved", "pp2:zb"]
+    assert choose_strategies(["all"], 2) == [*data, *cut, "ps", "rpc-pp2"]
+    assert "ddp+ps" in choose_strategies(["all"], 2, has_remote=True)
     assert "hsdp" not in choose_strategies(["all"], 3)
     for size in (1, 2, 3, 4, 6, 8):
         for name in choose_strategies(["all"], size):
-            assert parse(name, size).num_ranks == size
+            own = natural_num_ranks(name) or size
+            assert parse(name, own).num_ranks == own == (1 if name == f"dp{size}" else size)
     assert {"pp2,fsdp", "fsdp,tp2", "pp2,tp2"} <= set(choose_strategies(["all"], 4))
     assert "pp2,fsdp,tp2" in choose_strategies(["all"], 8)
     assert choose_strategies(["ddp", "hsdp2x2", "ddp"], 2) == ["ddp", "hsdp2x2"]

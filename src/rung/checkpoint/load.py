@@ -23,6 +23,7 @@ from rung.checkpoint.manifest import (
     steps_in,
     write_manifest,
 )
+from rung.checkpoint.own import restore_own
 from rung.checkpoint.parts import compose, read_notes
 from rung.checkpoint.plan import read_into, read_whole
 from rung.checkpoint.sites import Sites, pass_on
@@ -129,7 +130,9 @@ def restore(runtime: MeshRuntime, checkpoint: Checkpoint, *, seed: int) -> None:
     with torch.no_grad():
         read_into(restorer.targets, checkpoint)
     restorer.finish()
-    if is_same_topology(manifest, world) and f"rank/{world.rank}/torch" in manifest["tensors"]:
+    is_same = is_same_topology(manifest, world)
+    restore_own(runtime, manifest, lambda name: read_whole(checkpoint, name), is_same=is_same)
+    if is_same and f"rank/{world.rank}/torch" in manifest["tensors"]:
         restore_random(world, lambda name: read_whole(checkpoint, name))
     else:
         torch.manual_seed(mix(seed, world.rank // world.layout.tp, 1, checkpoint.step))

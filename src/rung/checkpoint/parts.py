@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rung.checkpoint.manifest import folder_of, steps_in, write_whole
+from rung.checkpoint.own import common_tensors, has_own_state
 from rung.checkpoint.plan import SharePlan, holes, join
 from rung.checkpoint.share import Position, Share, Stager, make_share, merge
 from rung.checkpoint.sites import Sites, host_group, mirror
-from rung.checkpoint.state import tensors_to_save
 from rung.generators import Marks
 from rung.parallel.materialize import is_absent
 from rung.runtime.mesh import MeshRuntime
@@ -60,6 +60,10 @@ def compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
     # Where random numbers are drawn, each rank's own generators are part of the whole.
     if any(note["needs_all"] for note in same):
         if present != everyone:
+            return None
+    elif facts["topology"].get("servers"):
+        servers = set(range(int(facts["topology"]["servers"])))  # with the state, and no trainer has it
+        if not servers <= present or present == servers:
             return None
     elif {_kept_alike(facts["topology"]["axes"], rank) for rank in present} != {
         _kept_alike(facts["topology"]["axes"], rank) for rank in everyone
@@ -186,13 +190,14 @@ class Rescuer:
             if self._cuda is not None:
                 torch.cuda.set_rng_state(self._cuda, world.device)
         runtime.tidy_up()
-        tensors = tensors_to_save(runtime, everything=True)
+        tensors = common_tensors(runtime, alone=True)
         plan = SharePlan(tensors, world, alone=True)
         values = [value.cpu() for value in plan.values(tensors)]
         share = make_share(runtime, self._position, plan, values, self._settings)
         folder = folder_of(self._folder, share.step)
         folder.mkdir(parents=True, exist_ok=True)
-        write_note(folder, share, share.write(folder), needs_all=not self._first.hold() or self._cuda_has_moved())
+        needs_all = has_own_state(runtime) or not self._first.hold() or self._cuda_has_moved()
+        write_note(folder, share, share.write(folder), needs_all=needs_all)
         return True
 
     def _put_buffers_back(self) -> bool:

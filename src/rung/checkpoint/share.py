@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rung.checkpoint.files import Entry, dtype_name, write_tensors
+from rung.checkpoint.own import common_tensors, own_tensors
 from rung.checkpoint.plan import SharePlan
-from rung.checkpoint.state import model_names, rank_tensors, small_state, tensors_to_save, topology
+from rung.checkpoint.state import model_names, rank_tensors, small_state, topology
 from rung.runtime.mesh import MeshRuntime
 from rung.version import VERSION
 from rung.world import World
@@ -72,7 +73,7 @@ class Stager:
     def stage(self, position: Position) -> Share:
         """Of what several ranks have alike, each copies some. The copy is the caller's until the next call."""
         world = self._world
-        tensors = tensors_to_save(self._runtime)
+        tensors = common_tensors(self._runtime)
         if self._plan_is_old(tensors):
             self._plan, self._buffers = SharePlan(tensors, world), []
         assert self._plan is not None
@@ -107,7 +108,7 @@ def make_share(
 ) -> Share:
     """A share of what `plan` lists, with the small state as it is now. `generators` if they are of another moment."""
     world = runtime.world
-    own = generators if generators is not None else rank_tensors(world)
+    own = {**own_tensors(runtime), **(generators if generators is not None else rank_tensors(world))}
     entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in own.items()]
     file = f"rank-{world.rank:05d}.safetensors"
     described = {
@@ -118,11 +119,13 @@ def make_share(
         }
         for entry in entries
     }
+    rows = [*zip([part.entry for part in plan.parts], values, strict=True), *zip(entries, own.values(), strict=True)]
+    rows.sort(key=lambda row: -row[0].dtype.itemsize)  # so that each begins at a multiple of its size
     return Share(
         position.step,
         world.rank,
-        [*(part.entry for part in plan.parts), *entries],
-        [*values, *own.values()],
+        [entry for entry, _ in rows],
+        [value for _, value in rows],
         {**plan.describe(file), **described},
         {**small_state(runtime), **model_names(runtime), **_header(position, world), **settings},
         arrived,

@@ -73,7 +73,7 @@ def host_group(world: World) -> dist.ProcessGroup | None:
     """A group on the host for a thread beside training: collectives of two threads must not meet in one."""
     if world.size == 1 or world.pretend:
         return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=60))
+    group: dist.ProcessGroup = dist.new_group(backend=world.host_backend, timeout=datetime.timedelta(minutes=60))
     return group
 
 

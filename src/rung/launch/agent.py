@@ -27,6 +27,7 @@ from rung.launch.rounds import Fate, Round
 from rung.launch.signals import Asked, Signals
 from rung.launch.watch import Outcome, Watch
 from rung.status import StatusBoard
+from rung.strategy import parse
 from rung.train import Job
 
 _STORE_SECONDS = 20.0  # without a store to meet at
@@ -208,7 +209,8 @@ class RankAgent(LocalElasticAgent):
         board = StatusBoard(self._state / "status", round_.size, create=True)
         if self._signals.asked is not None:
             board.request("stop")
-        self._ranks = Ranks(board)
+        layout = parse(round_.strategy, round_.used, servers=self._job.config.servers) if round_.used else None
+        self._ranks = Ranks(board, layout.expendable if layout is not None else ())
         self._view.follow(board, round_.ranks)
         group: Any = self._worker_group
         spec = group.spec
@@ -240,6 +242,7 @@ class RankAgent(LocalElasticAgent):
             state=self._state,
             logs=self._folder / "logs",
             timeout=self._job.config.timeout,
+            say=self._view.say,
         )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

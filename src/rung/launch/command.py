@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rung.config import Resolved, RunConfig, count_range, refuse_contradictions, resolve
+from rung.environment import Place, outside_place
 from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
 from rung.launch import resume as old_run
 from rung.launch.elastic import Terms, running_launcher, terms_of
@@ -30,6 +31,8 @@ from rung.version import VERSION
 
 if TYPE_CHECKING:
     from rung.launch.meeting import Meeting
+    from rung.loop import Summary
+    from rung.train import Job
 
 # What each machine of a job may have for itself.
 _OWN = ("nproc", "out", "rdzv", "workers", "keep", "keep_every")
@@ -57,32 +60,47 @@ def prepare(
     flags: Mapping[str, Any] | None = None,
     assignments: Mapping[str, str] | None = None,
     run: Path | None = None,
+    place: Place | None = None,
 ) -> Plan:
     """Read task and settings, choose layout and device, and refuse what cannot be, before any process starts.
 
-    `run` is the directory of a run that is to go on; its settings stand below all others.
+    `run` is the directory of a run that is to go on; its settings stand below all others. `place` is that of this
+    process where others have started it as a rank.
     """
     with leaving_at_once():
         task = load_task(path)
-        for name in ("rung.launch.agent", "rung.launch.meeting", "rung.launch.rank"):  # what `launch` needs of torch
-            importlib.import_module(name)
-        from rung.world import choose_backend, choose_device
+        if place is None:
+            for name in (
+                "rung.launch.agent",
+                "rung.launch.meeting",
+                "rung.launch.rank",
+            ):  # what `launch` needs of torch
+                importlib.import_module(name)
+        from rung.launch import outside
+        from rung.world import choose_backend, choose_device, choose_devices
     given = {key for key, value in {**(flags or {}), **(assignments or {})}.items() if value is not None}
     base = old_run.settings_of(run, given) if run is not None else None
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments, base=base)
     if run is not None and base is not None:
         old_run.refuse_differences(task, resolved, base, run)
-        if "strategy" in given and "nproc" not in given and not _fits(resolved.config):
+        if place is None and "strategy" in given and "nproc" not in given and not _fits(resolved.config):
             resolved = replace(resolved, config=replace(resolved.config, nproc=None))
-    strategy, layout, terms = _spread(resolved.config)
+    if place is None:
+        strategy, layout, terms = _spread(resolved.config)
+    else:
+        resolved = outside.fit_to_place(resolved, place)
+        strategy, layout, terms = outside.spread(resolved.config, place)
     if run is not None:
         resolved = old_run.fit_to_layout(resolved, layout)
     config = resolved.config
     refuse_contradictions(config, layout)
+    outside.refuse_over_mpi(config, layout)
     task.bind(resolved.arguments)
     device = choose_device(config.device, config.backend, 0, terms.processes[1])
     if layout.is_distributed:
-        choose_backend(config.backend, device)
+        choose_backend(config.backend, device, layout)
+    if layout.kind == "dp":
+        choose_devices(layout, config.device, config.backend)
     return Plan(task, resolved, layout, strategy, terms)
 
 
@@ -124,15 +142,17 @@ def train(
     resume: str | bool | None = None,
 ) -> int:
     """The command. Returns the exit code. `resume` names a run to go on with; True takes the newest one."""
+    place = outside_place()
     with leaving_at_once(resumable=True):
-        warm_up()
+        if place is None:
+            warm_up()
         # C++ in this process has nothing to say to a user; that of the ranks writes to their logs.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        console = Console(file=sys.stdout)
+        console = Console(file=sys.stdout) if place is None else _open_console(place)
         run = None
         if resume:
             run = old_run.find_run(load_task(path), resume, flags.get("out"))
-        plan = prepare(path, config_file=config_file, flags=flags, assignments=assignments, run=run)
+        plan = prepare(path, config_file=config_file, flags=flags, assignments=assignments, run=run, place=place)
         if run is not None and _says_that_all_is_done(plan, run, console):
             return 0
         from rung.launch.precision import half_precision_warning
@@ -140,44 +160,85 @@ def train(
         warning = half_precision_warning(plan.config)
         if warning:
             console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False, soft_wrap=True)
+        if place is not None:
+            return _take_part(path, plan, place, run)
         meeting, folder = _go_to_meeting(plan, path, run, console)
-        heading = f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}"
-        old_run.write_settings(plan.resolved, folder, heading)
         return _run(path, plan, folder, meeting, console, is_resumed=run is not None)
+
+
+def _open_console(place: Place) -> Console:
+    from rung.launch.outside import open_console
+
+    return open_console(place, sys.stdout)
 
 
 def _run(
     path: str | Path, plan: Plan, folder: Path, meeting: Meeting | None, console: Console, *, is_resumed: bool
 ) -> int:
-    from rung.train import Job
-
-    job = Job(
-        str(Path(path).resolve()), plan.strategy, plan.config, plan.resolved.arguments, str(folder), resume=is_resumed
-    )
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
+    job = _job(path, plan, folder, is_resumed=is_resumed)
     started = time.monotonic()
     try:
         summary, _ = launch(job, plan.layout.num_ranks, console=console, terms=plan.terms, meeting=meeting)
     except Interrupted as error:
-        say(f"{error}; what was written lies in {folder}")
+        _say(console, f"{error}; what was written lies in {folder}")
         return 128 + int(error.signal_number) if error.signal_number != signal.SIGINT else 130
     except Stopped as stopped:
-        say(_farewell(stopped, path, folder))
+        _say(console, _farewell(stopped, path, folder))
         return RESUME_EXIT_CODE
     if summary is None:
-        say(f"done in {time.monotonic() - started:.1f} s; the results are on the machine of rank 0")
+        _say(console, f"done in {time.monotonic() - started:.1f} s; the results are on the machine of rank 0")
         return 0
-    figures = [f"{summary.steps} steps in {time.monotonic() - started:.1f} s"]
+    _say_done(console, summary, folder, time.monotonic() - started)
+    return 0
+
+
+def _take_part(path: str | Path, plan: Plan, place: Place, run: Path | None) -> int:
+    """Train in this process, which is one rank of several."""
+    from rung.launch.outside import Gathering, run_rank
+
+    gathering = Gathering(place, plan.config.backend)
+    _compare_settings(
+        plan, path, lambda own: gathering.from_main("settings", lambda: own), f"rank {place.rank}", "rank 0"
+    )
+    out = str(run) if run is not None else plan.config.out
+    folder = Path(gathering.from_main("folder", lambda: str(new_run_dir(plan.task.name, plan.layout.name, out))))
+    if run is not None and folder != run:
+        raise ConfigError(f"rank 0 goes on with {folder}, and rank {place.rank} with {run}. Name it: --resume RUN.")
+    if place.is_main:
+        _take_folder(plan, folder, lambda own: gathering.from_main("run", lambda: own), is_new=run is None)
+    elif place.local_rank == 0:  # its machine may have a disk of its own
+        agreed = gathering.from_main("run", str)
+        _take_folder(plan, folder, lambda _: agreed, is_new=run is None)
+    started = time.monotonic()
+
+    def farewell(summary: Summary, console: Console) -> None:
+        if summary.stopped:
+            _say(console, _farewell(Stopped(summary.steps, is_saved=True), path, folder))
+        else:
+            _say_done(console, summary, folder, time.monotonic() - started)
+
+    run_rank(_job(path, plan, folder, is_resumed=run is not None), gathering, plan.terms, farewell)
+
+
+def _job(path: str | Path, plan: Plan, folder: Path, *, is_resumed: bool) -> Job:
+    from rung.train import Job
+
+    arguments = plan.resolved.arguments
+    return Job(str(Path(path).resolve()), plan.strategy, plan.config, arguments, str(folder), resume=is_resumed)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _say_done(console: Console, summary: Summary, folder: Path, seconds: float) -> None:
+    figures = [f"{summary.steps} steps in {seconds:.1f} s"]
     if summary.last is not None:
         figures.append(f"loss {summary.last.loss:.4g}")
     if summary.evaluation is not None:
         figures += [f"eval {name} {value:.4g}" for name, value in summary.evaluation.metrics.items()]
-    say("done: " + ", ".join(figures))
-    say(f"results: {folder}/ (metrics.jsonl, model.safetensors, tensorboard/, logs/, config.toml)")
-    return 0
+    _say(console, "done: " + ", ".join(figures))
+    _say(console, f"results: {folder}/ (metrics.jsonl, model.safetensors, tensorboard/, logs/, config.toml)")
 
 
 def _farewell(stopped: Stopped, path: str | Path, folder: Path) -> str:
@@ -213,29 +274,38 @@ def _go_to_meeting(plan: Plan, path: str | Path, run: Path | None, console: Cons
             console.print(text, highlight=False, soft_wrap=True)
 
         meeting = open_meeting(terms.rdzv, terms.nodes, say)
-        _compare_settings(plan, path, meeting)
+        _compare_settings(plan, path, meeting.agree_on_settings, "this machine", f"the job at {terms.rdzv}")
         if out is None:
             out = meeting.agree("folder", new_run_name(plan.task.name, plan.layout.name))
     folder = new_run_dir(plan.task.name, plan.layout.name, out)
-    other = running_launcher(folder / ".state")
-    if other is not None:
-        raise ConfigError(f"{folder} is being run already, by process {other}. Stop it first, or wait for its end.")
-    old_run.claim(folder, lambda own: meeting.agree("run", own) if meeting is not None else own, is_new=run is None)
+    _take_folder(
+        plan, folder, lambda own: meeting.agree("run", own) if meeting is not None else own, is_new=run is None
+    )
     return meeting, folder
 
 
-def _compare_settings(plan: Plan, path: str | Path, meeting: Meeting) -> None:
-    """Hold this machine's settings against those of the first one."""
+def _take_folder(plan: Plan, folder: Path, agree: Callable[[str], str], *, is_new: bool) -> None:
+    """Make a directory that of this run, if it is no other's."""
+    other = running_launcher(folder / ".state")
+    if other is not None:
+        raise ConfigError(f"{folder} is being run already, by process {other}. Stop it first, or wait for its end.")
+    old_run.claim(folder, agree, is_new=is_new)
+    heading = f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}"
+    old_run.write_settings(plan.resolved, folder, heading)
+
+
+def _compare_settings(plan: Plan, path: str | Path, agree: Callable[[str], str], who: str, others: str) -> None:
+    """Hold the settings here against those of whoever came first."""
     own = {key: value for key, value in asdict(plan.config).items() if key not in _OWN}
     own |= {key: repr(value) for key, value in plan.resolved.arguments.items()}
     file = Path(path, "task.py") if Path(path).is_dir() else Path(path)
     own["a task file of digest"] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    theirs = json.loads(meeting.agree_on_settings(json.dumps(own, sort_keys=True)))
+    theirs = json.loads(agree(json.dumps(own, sort_keys=True)))
     for key in sorted(set(own) | set(theirs)):
         if own.get(key) != theirs.get(key):
             raise ConfigError(
-                f"this machine was started with {key} = {own.get(key)}, and the job at {plan.terms.rdzv} with "
-                f"{theirs.get(key)}. All machines start the same command."
+                f"{who} was started with {key} = {own.get(key)}, and {others} with {theirs.get(key)}. All start the "
+                "same command."
             )
 
 

@@ -25,7 +25,7 @@ from rung.status import RankStatus, StatusBoard
 # What a rank says when another one went away under it.
 _LOST_PEER = re.compile(
     r"closed by peer|reset by peer|connection refused|broken pipe|recvbytes|sendbytes|socket timeout|timed out"
-    r"|nccl|gloo|store.*(timeout|failed)|connection was likely closed|pair closure|remote process exited",
+    r"|nccl|gloo|store.*(timeout|failed)|connection was likely closed|pair closure|remote process exited|tensorpipe",
     re.IGNORECASE,
 )
 # A connection is gone a moment before its process is: how long to look for the one that ended.
@@ -273,6 +273,8 @@ def _headline(
         if words.is_mismatch:
             hint = " Ranks called different operations, or with different sizes: they must call the same in one order."
         return f"rank {rank} was killed by {name} {where}{', ' if words.place else ''}{words.place}.{hint}"
+    if exit_code is None:  # of a process that others have started
+        return f"rank {rank} is gone {where}: it was killed, or ended without a word."
     if exit_code == 0:
         return f"rank {rank} left {where}: it ended with exit code 0 before training was finished."
     return f"rank {rank} ended {where} without a traceback (exit code {exit_code})."
@@ -282,6 +284,11 @@ def _where(step: int, phase: str) -> str:
     if phase == "reading data":
         step += 1  # the step that is to come
     return f"in step {step}, phase {phase}" if step else f"before the first step, phase {phase}"
+
+
+def fate_of(rank: int, state: Path, status: RankStatus, exit_code: int | None) -> str:
+    """What became of one rank that has ended, in a few words."""
+    return _fate(read_failures(state).get(rank), status, exit_code, died=True)
 
 
 def _fate(record: FailureRecord | None, status: RankStatus, exit_code: int | None, died: bool) -> str:
@@ -295,7 +302,7 @@ def _fate(record: FailureRecord | None, status: RankStatus, exit_code: int | Non
     if died and exit_code is not None and exit_code < 0:
         return f"killed by {_signal_name(-exit_code)} {where}"
     if died:
-        return f"ended {where} (exit code {exit_code})"
+        return f"gone {where}" if exit_code is None else f"ended {where} (exit code {exit_code})"
     return f"stopped {where}"
 
 

@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from rung.config import RunConfig
 from rung.errors import StrategyError
-from rung.launch.network import address_towards, answers, interface_of, resolve_host, split_endpoint
 from rung.launch.rounds import Fate, Lookout, News, Round
+from rung.network import address_towards, answers, interface_of, resolve_host, split_endpoint
 from rung.strategy import fit
 
 # torch's defaults make every join and every loss of a machine cost half a minute.

@@ -33,6 +33,9 @@ _FSDP_GATHERS = "all_gather (FSDP: parameters of a unit)"
 _FSDP_REDUCES = "reduce_scatter (FSDP: gradients of a unit)"
 _STAGES = "send/recv (between stages)"
 _DEVICE = "a result of its GPU"
+_CALLS = "a call (RPC) to another rank"
+_SERVERS = "calls (RPC) of the trainers"
+_SERVED = ("rung/rpc.py", *(f"rung/runtime/{n}.py" for n in ("parameter_server", "hybrid", "async_server", "office")))
 _MAX_SOURCE = 80
 
 
@@ -54,13 +57,19 @@ def place_of(frames: Sequence[Frame], *, is_busy: bool = False) -> Place:
     """From a stack, the innermost frame first."""
     # Of runtime/phases.py, which stands between those who wait and torch.
     waits = bool(frames) and frames[0].function == "timed_wait"
-    frames = [frame for frame in frames if frame.function != "timed_wait"]
+    frames = _without_polling([frame for frame in frames if frame.function != "timed_wait"])
     frame = _spoken_of(frames)
     where = f"{shorten(frame.file)}:{frame.line} in {frame.function}" if frame is not None else "an unknown place"
     source = _source(frame) if frame is not None and not _is(frame, "rung/") else ""
     in_loader = any(f.function in ("_try_get_data", "_get_data") and _is(f, "torch/utils/data") for f in frames[:12])
     operation = None if in_loader else _operation(frames, is_busy) or ("a collective" if waits else None)
     return Place(operation, where, source, in_loader)
+
+
+def _without_polling(frames: list[Frame]) -> list[Frame]:
+    """Over MPI the wait itself is Python, too, and what it stands in says nothing."""
+    inner = [index for index, frame in enumerate(frames[:8]) if _is(frame, "rung/mpi/")]
+    return frames[inner[-1] + 1 :] if inner else frames
 
 
 def place_of_error(error: BaseException) -> Place:
@@ -144,15 +153,18 @@ def _operation(frames: Sequence[Frame], is_busy: bool) -> str | None:
         return _DDP_REDUCES  # what others do in backward has frames of its own
     if inner and _is(inner[0], "torch/cuda"):
         return _DEVICE
-    return _own_wait(frames[0]) if frames else None
+    outside = next((f for f in frames if not f.file.endswith("threading.py")), None)
+    return _own_wait(outside) if outside is not None else None
 
 
 def _own_wait(frame: Frame) -> str | None:
     """A wait that Rung calls directly."""
     if _is(frame, "rung/world.py") and frame.function == "values":
         return _DEVICE
-    if not _is(frame, "rung/") or ".wait(" not in _source(frame):
+    if not _is(frame, "rung/") or not any(word in _source(frame) for word in (".wait(", ".wait_for(")):
         return None
+    if _is(frame, *_SERVED):
+        return _SERVERS if ".wait_for(" in _source(frame) else _CALLS
     if _is(frame, "rung/pulse.py"):
         return "all_gather (Rung: do all go on?)"
     return _STAGES if _is(frame, "rung/parallel/schedule.py") else "a collective"
@@ -203,5 +215,5 @@ def is_foreign(frame: Frame) -> bool:
 def _others() -> tuple[str, ...]:
     """Where code lives that is not the user's."""
     folders = [package_folder("torch"), package_folder("rung"), *site.getsitepackages(), site.getusersitepackages()]
-    folders += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    folders += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "scripts")]
     return (*(os.path.join(folder, "") for folder in folders if folder), "<frozen", "<string>")

@@ -8,7 +8,7 @@ import torch
 
 from rung.config import RunConfig
 
-_SLOW = 4.0
+SLOW = 4.0
 
 
 def half_precision_warning(config: RunConfig) -> str | None:
@@ -16,14 +16,18 @@ def half_precision_warning(config: RunConfig) -> str | None:
         return None
     if config.device == "auto" and torch.cuda.is_available():
         return None
-    half = torch.bfloat16 if config.precision == "bf16" else torch.float16
-    ratio = _product_seconds(half) / _product_seconds(torch.float32)
-    if ratio < _SLOW:
+    ratio = half_precision_ratio(torch.bfloat16 if config.precision == "bf16" else torch.float16)
+    if ratio < SLOW:
         return None
     return (
         f"this CPU has no fast {config.precision} arithmetic: a matrix product takes {ratio:.0f} times as long as in "
         "fp32. Expect very slow steps; --precision fp32 is the quick choice here."
     )
+
+
+def half_precision_ratio(half: torch.dtype) -> float:
+    """How many times as long a matrix product takes on this CPU as in fp32."""
+    return _product_seconds(half) / _product_seconds(torch.float32)
 
 
 def _product_seconds(dtype: torch.dtype, size: int = 160) -> float:

@@ -14,22 +14,21 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch
 
+from rung.environment import environment_local_size, environment_rank, set_environment_sizes
 from rung.errors import RESUME_EXIT_CODE
 from rung.launch.console import ATTEMPT_MARK, FAILURE_MARK, WARNING_MARK
 from rung.launch.failure import read_failures, record_failure
-from rung.launch.network import close_connections
-from rung.launch.server import SHIELDED
+from rung.launch.server import SHIELDED, belong_to_launcher
 from rung.launch.stacks import answer_with_stack
-from rung.processes import die_with_parent, num_cores
+from rung.network import close_connections
+from rung.processes import num_cores
 from rung.status import StatusBoard, StatusWriter
 from rung.train import Job, worker
-from rung.world import environment_local_size, environment_rank, set_environment_sizes
 
 # How long threads of the task may go on after training, to finish what they write.
 _THREAD_SECONDS = 5.0
@@ -55,12 +54,12 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
     board = StatusBoard(state / "status", seat.size)
     status = board.writer(rank)
     status.phase("starting")
-    _belong_to_launcher()
-    _leave_when_asked(status)
+    belong_to_launcher()
+    leave_when_asked(status)
     answer_with_stack(state, rank)
     code = 0
     try:
-        _speak_into(folder / "logs" / f"rank-{rank}.log", job, seat)
+        speak_into(folder / "logs" / f"rank-{rank}.log", f"{seat.attempt}, {job.strategy}, {seat.used} ranks")
         if rank >= seat.used:
             _wait_as_spare(status)
         # The store that the launcher has made for this world.
@@ -76,20 +75,20 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
         code = RESUME_EXIT_CODE if summary.stopped else 0
         if rank == 0 and not summary.stopped:
             (state / "summary").write_bytes(pickle.dumps(summary))
-        _wait_for_threads()
+        wait_for_threads()
     except BaseException as error:
         try:
-            _say_last_words(state, rank, board, error)
+            say_last_words(state, rank, board, error)
             _rescue(error, status, state)
         finally:
             # Not a normal exit: threads of a broken process group may never end.
             os._exit(1)
-    _flush()
+    flush()
     # Not a normal exit here either: it waits without limit for threads and processes that the task may have left.
     os._exit(code)
 
 
-def _leave_when_asked(status: StatusWriter) -> None:
+def leave_when_asked(status: StatusWriter) -> None:
     """A scheduler may signal every process of a job: this rank then asks the others to stop with it."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: status.ask_to_stop())
@@ -117,20 +116,7 @@ def _wait_as_spare(status: StatusWriter) -> NoReturn:
     os._exit(RESUME_EXIT_CODE)
 
 
-def _belong_to_launcher() -> None:
-    """End with the launcher, however that ends, and leave Ctrl-C to it."""
-    die_with_parent()
-    # The parent is the fork server. It ends when nobody holds its pipe any more, and a rank must not be one who does.
-    server: Any = getattr(forkserver, "_forkserver", None)
-    pipe = getattr(server, "_forkserver_alive_fd", None)
-    if pipe is not None:
-        os.close(pipe)
-        server._forkserver_alive_fd = None
-    os.setpgid(0, 0)  # a group to be killed as one, with everything that the task starts
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _say_last_words(state: Path, rank: int, board: StatusBoard, error: BaseException) -> None:
+def say_last_words(state: Path, rank: int, board: StatusBoard, error: BaseException) -> None:
     try:
         record_failure(state, rank, board, error)
     except BaseException:
@@ -140,7 +126,7 @@ def _say_last_words(state: Path, rank: int, board: StatusBoard, error: BaseExcep
     status = board.read(rank)
     sys.stderr.write(f"{FAILURE_MARK}rank {rank}, step {status.step}, phase {status.phase}\n")
     traceback.print_exception(error)
-    _flush()
+    flush()
 
 
 def _rescue(error: BaseException, status: StatusWriter, state: Path) -> None:
@@ -155,10 +141,10 @@ def _rescue(error: BaseException, status: StatusWriter, state: Path) -> None:
         except Exception:
             sys.stderr.write("the state could not be rescued:\n")
             traceback.print_exc()
-            _flush()
+            flush()
 
 
-def _wait_for_threads() -> None:
+def wait_for_threads() -> None:
     deadline = time.monotonic() + _THREAD_SECONDS
     others = [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
     for thread in others:
@@ -168,14 +154,13 @@ def _wait_for_threads() -> None:
         logging.getLogger("rung").warning("training is over; threads still running are cut off: %s", ", ".join(left))
 
 
-def _speak_into(path: Path, job: Job, seat: Seat) -> None:
-    """Everything this process and its C++ libraries print goes to its own file; the launcher shows what matters."""
+def speak_into(path: Path, attempt: str) -> None:
+    """Everything this process and its C++ libraries print goes to its own file; the launcher shows what matters.
+    `attempt` describes this one, where the file has words of others already."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    _flush()
+    flush()
     if os.fstat(descriptor).st_size:
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        told = f"\n{ATTEMPT_MARK}{seat.attempt}, {now}: {job.strategy}, {seat.used} ranks\n"
-        os.write(descriptor, told.encode())
+        os.write(descriptor, f"\n{ATTEMPT_MARK}{attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -208,7 +193,7 @@ def _show_warning(
     sys.stderr.write(f"{WARNING_MARK}{category.__name__}: {text} ({filename}:{lineno})\n")
 
 
-def _flush() -> None:
+def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):
             stream.flush()

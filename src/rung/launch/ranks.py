@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Collection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -21,11 +22,12 @@ class Ranks:
     """The processes of one world on this machine.
 
     A rank's word counts: it has finished when its slot of the status board says so, and one that ends before has
-    failed, whatever its exit code.
+    failed, whatever its exit code. Without the expendable ones a job goes on.
     """
 
-    def __init__(self, board: StatusBoard) -> None:
+    def __init__(self, board: StatusBoard, expendable: Collection[int] = ()) -> None:
         self.board = board
+        self._expendable = set(expendable)
         self.deaths: dict[int, float] = {}  # when each was first seen dead, of those that were not ended from here
         self._pids: dict[int, int] = {}
         self._processes: dict[int, BaseProcess] = {}
@@ -52,15 +54,27 @@ class Ranks:
 
     def lost(self) -> bool:
         """Whether a rank has ended that had not left in good order. A spare is no loss."""
-        return any(not (s := self.board.read(rank)).left and s.phase != "spare" for rank in self.deaths)
+        return any(rank not in self._expendable for rank in self._fallen())
+
+    def missed(self) -> list[int]:
+        """Expendable ranks that have fallen."""
+        return sorted(rank for rank in self._fallen() if rank in self._expendable)
+
+    def _fallen(self) -> list[int]:
+        return [rank for rank in self.deaths if not (s := self.board.read(rank)).left and s.phase != "spare"]
 
     def all_left(self) -> bool:
         """Whether no rank works any more, and not because there was none to work."""
-        found = [status for status in self.local.values() if status.phase != "spare"]
+        found = self._workers()
         return bool(found) and all(status.left for status in found)
 
     def finished(self) -> bool:
-        return self.all_left() and all(s.finished for s in self.local.values() if s.phase != "spare")
+        return self.all_left() and all(status.finished for status in self._workers())
+
+    def _workers(self) -> list[RankStatus]:
+        """Those that count: no spares, and none that the job goes on without."""
+        missed = self.missed()
+        return [s for rank, s in self.local.items() if s.phase != "spare" and rank not in missed]
 
     def only_spares(self) -> bool:
         return all(status.phase == "spare" for status in self.local.values())

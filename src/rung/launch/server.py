@@ -7,7 +7,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+from rung.processes import die_with_parent
 
 # What every rank would import for itself. Any optimizer imports dynamo when it is made, which takes a second.
 _PRELOADED = [
@@ -22,9 +26,9 @@ _PRELOADED = [
 SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def warm_up() -> None:
+def warm_up(modules: Sequence[str] = _PRELOADED) -> None:
     """Start the server in the background: it imports torch while the launcher does, too."""
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    multiprocessing.set_forkserver_preload(list(modules))
     # The tracker comes first, because starting it unblocks the signals again.
     signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:
@@ -44,3 +48,16 @@ def cool_down() -> None:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def belong_to_launcher() -> None:
+    """In a rank: end with the launcher, however that ends, and leave Ctrl-C to it."""
+    die_with_parent()
+    # The parent is the fork server. It ends when nobody holds its pipe any more, and a rank must not be one who does.
+    server: Any = getattr(forkserver, "_forkserver", None)
+    pipe = getattr(server, "_forkserver_alive_fd", None)
+    if pipe is not None:
+        os.close(pipe)
+        server._forkserver_alive_fd = None
+    os.setpgid(0, 0)  # a group to be killed as one, with everything that the task starts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

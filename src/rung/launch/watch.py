@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rung import errors
 from rung.launch.elastic import Terms, wanted_processes
-from rung.launch.failure import FailureRecord, first_to_fail, read_failures, report
+from rung.launch.failure import FailureRecord, fate_of, first_to_fail, read_failures, report
 from rung.launch.hang import HangWatch
 from rung.launch.meeting import Meeting
 from rung.launch.ranks import LEAVE_SECONDS, Ranks
@@ -69,10 +69,12 @@ class Watch:
         state: Path,
         logs: Path,
         timeout: float,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._round, self._ranks, self._meeting, self._signals, self._terms = round_, ranks, meeting, signals, terms
         self._state, self._logs = state, logs
         self._hangs = HangWatch(ranks.board, round_.ranks, state, timeout, logs)
+        self._say, self._missed = say, set[int]()
 
     def until_the_end(self) -> Outcome:
         ranks = self._ranks
@@ -81,6 +83,7 @@ class Watch:
         while True:
             time.sleep(_POLL_SECONDS)
             ranks.look()
+            self._tell_of_missed()
             news = self._meeting.news()
             found = self._look(news)
             if found is not None:
@@ -95,6 +98,14 @@ class Watch:
                 lines = [f"{told}, in step {ranks.step()}", *where, f"logs: {self._logs}"]
                 self._settle()
                 return replace(stopping, kind="failed", step=ranks.step(), report="\n".join(lines))
+
+    def _tell_of_missed(self) -> None:
+        """A line for each rank that the job goes on without."""
+        for rank in set(self._ranks.missed()) - self._missed:
+            self._missed.add(rank)
+            code, status = self._ranks.exit_codes().get(rank), self._ranks.board.read(rank)
+            told = fate_of(rank, self._state, status, code)
+            self._say(f"rank {rank}, a trainer, {told}; the others go on")
 
     def _look(self, news: News) -> Outcome | None:
         """How the world has ended, if it has."""

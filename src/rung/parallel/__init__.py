@@ -20,6 +20,7 @@ from rung.errors import ModelError, StrategyError
 from rung.parallel.activation import apply_activation_checkpointing
 from rung.parallel.batchnorm import SyncBatchNorm, batch_norms, synchronise_batch_norm
 from rung.parallel.blocks import find_blocks
+from rung.parallel.dropout import NoDropout, without_dropout
 from rung.parallel.materialize import Weights, is_absent
 from rung.parallel.pipeline import Conductor, StagePart, places_of
 from rung.parallel.rehearsal import Rehearser
@@ -44,6 +45,8 @@ class Spread:
     stages: Stages | None = None
     parts: list[StagePart] = field(default_factory=list)
     rehearser: Rehearser | None = None
+    places: dict[str, int] = field(default_factory=dict)  # the server of each tensor that lives on one
+    remote: dict[str, int] = field(default_factory=dict)  # the server of each module that trainers call there
 
 
 def parallelize(
@@ -80,7 +83,12 @@ def parallelize(
     _treat_batch_norm(model, world, config, notes)
 
     if config.activation_checkpointing != "none":
-        apply_activation_checkpointing(_whole_blocks(spread, blocks), config.activation_checkpointing)
+        whole = _whole_blocks(spread, blocks)
+        if not config.dropout and not config.compile and layout.kind != "dp":  # whose copies are wrapped anew
+            for block in whole:
+                block.forward = without_dropout(block.forward)
+        recomputing = None if config.dropout or config.compile else NoDropout
+        apply_activation_checkpointing(whole, config.activation_checkpointing, recomputing)
 
     if config.compile and (layout.uses_fully_shard or layout.is_composed):
         # Block by block: the communication between blocks cannot be compiled. Whole models are compiled by the runtime.

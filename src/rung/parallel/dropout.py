@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,3 +36,14 @@ class NoDropout(TorchFunctionMode):
             else:
                 kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
+
+
+def without_dropout(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with dropout off, whoever calls it: no mode is around what backward computes again."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with NoDropout():
+            return forward(*args, **kwargs)
+
+    return run

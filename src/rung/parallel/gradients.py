@@ -48,7 +48,16 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> N
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """Of a sparse one, what it holds: rows that were not used have no part in a norm, and nothing to scale."""
+    found = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and grad.is_sparse:
+            parameter.grad = grad = grad.coalesce()
+            grad = grad._values()
+        if grad is not None:
+            found.append(grad)
+    return found
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Weights:
             self.model = self._build(task, seed, "meta") if world.has_storage else None
             self.is_skeleton = self.model is not None and _all_meta(self.model)
             source = None
-            if not self.is_skeleton or (world.is_main and seeded):
+            if not self.is_skeleton or (world.has_source and seeded):
                 source = self._build(task, seed, "cpu")
                 if source is None:
                     raise AssertionError("a build on the host raises its own error")
@@ -147,7 +147,7 @@ class Weights:
         world = self._world
         if not self._seeded:
             return torch.empty_like(skeleton, device=world.device)
-        if world.is_main:
+        if world.has_source:
             value = self._source.pop(name).detach().to(world.device)
         else:
             value = torch.empty_like(skeleton, device=world.device)

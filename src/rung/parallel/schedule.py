@@ -159,7 +159,7 @@ class Stage(_PipelineStageBase):
                 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
                 sent, outcome = self.part(chunk.body, chunk.rehearsal, chunk.receives, chunk.sends, received)
         pairs = zip(chunk.sends, sent, strict=True)
-        self._outputs[fwd_chunk_id] = [self._checked(tensor, chunk.like(key), key) for key, tensor in pairs]
+        self._outputs[fwd_chunk_id] = [checked(tensor, self.part, chunk, key) for key, tensor in pairs]
         self._note("F", fwd_chunk_id, started)
         return outcome
 
@@ -168,23 +168,6 @@ class Stage(_PipelineStageBase):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.log.append(Action(kind, self.stage_index, chunk, started, time.perf_counter()))
-
-    def _checked(self, tensor: Tensor, like: Tensor, key: Result) -> Tensor:
-        call = self._steps[0].rehearsal.calls[key[0]]
-        if torch.is_grad_enabled() and _has_gradient(tensor) and not tensor.requires_grad:
-            trained = {id(p) for p in self.part.parameters() if p.requires_grad}
-            if trained & {id(p) for p in call_parameters(self.part, call.name)}:
-                raise ModelError(
-                    f"{call.name} gave a result without a gradient, though it has weights to train. Reentrant "
-                    "checkpointing does that: use use_reentrant=False, or Rung's --activation-checkpointing."
-                )
-        if tensor.shape != like.shape or tensor.dtype != like.dtype:
-            name = call.name
-            raise ModelError(
-                f"{name} gave {tuple(tensor.shape)} {tensor.dtype}, but {tuple(like.shape)} {like.dtype} was expected "
-                "from its shapes; the next stage waits for that. Does its result depend on values or random numbers?"
-            )
-        return tensor
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -342,6 +325,24 @@ def forward_only(stages: list[Stage], num_chunks: int) -> list[Any]:
 
 def _start(operations: list[dist.P2POp]) -> list[Any]:
     return list(dist.batch_isend_irecv(operations)) if operations else []
+
+
+def checked(tensor: Tensor, part: StagePart, chunk: Chunk, key: Result) -> Tensor:
+    """A result that is about to be sent, if it is what the next stage expects."""
+    call, like = chunk.rehearsal.calls[key[0]], chunk.like(key)
+    if torch.is_grad_enabled() and _has_gradient(tensor) and not tensor.requires_grad:
+        trained = {id(p) for p in part.parameters() if p.requires_grad}
+        if trained & {id(p) for p in call_parameters(part, call.name)}:
+            raise ModelError(
+                f"{call.name} gave a result without a gradient, though it has weights to train. Reentrant "
+                "checkpointing does that: use use_reentrant=False, or Rung's --activation-checkpointing."
+            )
+    if tensor.shape != like.shape or tensor.dtype != like.dtype:
+        raise ModelError(
+            f"{call.name} gave {tuple(tensor.shape)} {tensor.dtype}, but {tuple(like.shape)} {like.dtype} was expected "
+            "from its shapes; the next stage waits for that. Does its result depend on values or random numbers?"
+        )
+    return tensor
 
 
 def call_parameters(part: StagePart, name: str) -> list[nn.Parameter]:

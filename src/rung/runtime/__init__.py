@@ -6,6 +6,8 @@ dry run in a pretend one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,10 @@ from rung.parallel import parallelize
 from rung.parallel.materialize import Weights
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts, Runtime
+from rung.runtime.compressed import CompressedRuntime, HalvedRuntime
+from rung.runtime.data_parallel import DataParallelRuntime
 from rung.runtime.forward import autocast, call_model, default_type, map_tensors
+from rung.runtime.local_steps import LocalStepsRuntime
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.optimizer import make_optimizer, make_schedule
 from rung.runtime.pipeline import PipelineRuntime
@@ -57,7 +62,9 @@ def build_runtime(
         with autocast(config, world.device), default_type(dtype or torch.get_default_dtype()):
             return call_model(task, model, batch)[0]
 
+    places, remote = _place_on_servers(weights, world, task) if layout.servers else ({}, {})
     spread = parallelize(weights, world, config, task, run, example)
+    spread.places, spread.remote = places, remote
     with world.tensors():
         if layout.zero == 1 and not layout.uses_fully_shard:
             update = ShardedUpdate(spread.model, world.axis("dp_shard"))
@@ -67,8 +74,7 @@ def build_runtime(
             update = None
             optimizer = make_optimizer(task, spread.model, fused=config.fused)
         schedule = make_schedule(task, optimizer, total_steps)
-    kind = PipelineRuntime if layout.pp > 1 else MeshRuntime
-    runtime = kind(
+    runtime = _kind(world, config, total_steps)(
         task=task,
         world=world,
         config=config,
@@ -81,3 +87,46 @@ def build_runtime(
     )
     runtime.total_steps = total_steps
     return runtime
+
+
+def _kind(world: World, config: RunConfig, total_steps: int | None) -> Callable[..., MeshRuntime]:
+    """The class of runtime for a rank. What calls others is imported where it is wanted: RPC takes its time."""
+    layout = world.layout
+    if config.local_steps > 1:
+        return LocalStepsRuntime
+    if config.compress in ("fp16", "bf16"):
+        return HalvedRuntime
+    if config.compress != "none":
+        return partial(CompressedRuntime, total_steps=total_steps)
+    if layout.kind == "ps":
+        from rung.runtime import parameter_server
+
+        return parameter_server.ParameterServer if world.is_server else parameter_server.Trainer
+    if layout.kind == "ps-async":
+        from rung.runtime import async_server, async_trainer
+
+        return async_server.AsyncServer if world.is_server else async_trainer.AsyncTrainer
+    if layout.kind == "ddp+ps":
+        from rung.runtime import hybrid
+
+        return hybrid.RemoteServer if world.is_server else hybrid.RemoteTrainer
+    if layout.kind == "rpc-pp":
+        from rung.runtime import rpc_pipeline
+
+        return rpc_pipeline.RpcPipelineRuntime
+    if layout.kind == "dp":
+        return DataParallelRuntime
+    return PipelineRuntime if layout.pp > 1 else MeshRuntime
+
+
+def _place_on_servers(weights: Weights, world: World, task: Task) -> tuple[dict[str, int], dict[str, int]]:
+    """The server of each tensor and module that lives on one; this rank gets storage for its own only."""
+    if world.layout.kind == "ddp+ps":
+        from rung.runtime import hybrid
+
+        return hybrid.keep_own_modules(weights, world, task)
+    from rung.runtime import async_server, parameter_server
+
+    if world.layout.kind == "ps-async":
+        return async_server.keep_own_state(weights, world), {}
+    return parameter_server.keep_own_parameters(weights, world), {}

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from rung.batches import Window
+from rung.sizes import human_size
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class LocalStep:
     loss_share: Tensor
     grad_norm: Tensor | None
     learning_rate: float
+    staleness: int | None = None  # updates that the gradient was late by, where that can be
 
 
 @dataclass
@@ -29,10 +31,18 @@ class Traffic:
 
     messages: int = 0
     num_bytes: int = 0
+    plain_bytes: int = 0  # what the same would have been uncompressed; 0 where nothing is
 
     def add(self, num_bytes: int, messages: int = 1) -> None:
         self.messages += messages
         self.num_bytes += num_bytes
+
+    def saving(self) -> str:
+        """A line about what was compressed."""
+        if not self.num_bytes:
+            return f"sent nothing, instead of {human_size(self.plain_bytes)} from each rank"
+        times = self.plain_bytes / self.num_bytes
+        return f"sent {human_size(self.num_bytes)} from each rank, {times:.3g} times less than uncompressed"
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,18 @@ class Runtime(Protocol):
         """Bytes this rank keeps between steps: parameters, gradients, optimizer, buffers."""
         ...
 
+    def is_settled(self) -> bool:
+        """Whether the state is that after the last step and all before it, so that a run may stop here."""
+        ...
+
+    def dismiss(self, *, stopped: bool) -> None:
+        """The run is over."""
+        ...
+
     def traffic(self) -> dict[str, Traffic]:
         """What this rank has sent since it was built, by kind, where somebody counted."""
+        ...
+
+    def device_0_bytes(self) -> dict[str, int]:
+        """The most that the first device of this process held in a step beyond what its others did; empty with one."""
         ...

@@ -16,7 +16,9 @@ def buffers_besides(model: nn.Module, norms: list[Any]) -> list[tuple[str, Tenso
     return [(name, buffer) for name, buffer in own if id(buffer) not in synchronised]
 
 
-def note_of_changes(model: nn.Module, buffers: list[tuple[str, Tensor]], versions: list[int]) -> list[str]:
+def note_of_changes(
+    model: nn.Module, buffers: list[tuple[str, Tensor]], versions: list[int], who: str = "rank"
+) -> list[str]:
     """A note for the user, where forward changed buffers since they had these versions. Of a local batch norm it is
     known and needs no word."""
     changed = [name for (name, b), version in zip(buffers, versions, strict=True) if b._version != version]
@@ -25,7 +27,7 @@ def note_of_changes(model: nn.Module, buffers: list[tuple[str, Tensor]], version
         return []
     return [
         f"forward changes {', '.join(others[:4])}{' ...' if len(others) > 4 else ''}: "
-        "each rank does so from its own samples; rank 0's values are kept"
+        f"each {who} does so from its own samples; {who} 0's values are kept"
     ]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,27 +34,45 @@ class LossModule(nn.Module):
 
     def forward(self, batch: Any, counted: Tensor | None = None) -> Tensor:
         """`counted` is a flag on the device: whether this batch has any weight. Without, its gradient is nothing."""
-        output, target = call_model(self._task, self.model, batch)
+        output, target = self.call(batch)
         if counted is not None:
             map_tensors(output, lambda t: _only_if(counted, t))
         if self._plan is None:
-            return self._task.loss(output, target)  # type: ignore[no-any-return]
+            return self.take_loss(output, target)
         with loss_context(self._plan):
             loss = self._task.loss(output, target)
             return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
+    def call(self, batch: Any) -> tuple[Any, Any]:
+        return call_model(self._task, self.model, batch)
+
+    def take_loss(self, output: Any, target: Any) -> Tensor:
+        return self._task.loss(output, target)  # type: ignore[no-any-return]
+
 
 def call_model(task: Task, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """(output, target) of a batch, by the task's `forward` or the conventions of `rung.task`."""
+    given, target = split_for_model(task, batch)
+    return compute_output(task, model, given), target
+
+
+def split_for_model(task: Task, batch: Any) -> tuple[Any, Any]:
+    """(what `compute_output` is given, what the loss is given) of a batch."""
     inputs, target = split_batch(batch)
     if task.forward is not None:
-        return task.forward(model, batch), target
+        return batch, target
     if not has_target(batch):
         raise TaskError(
             f"{task.name}: a batch is a pair (input, target) or a dict with a 'target'; this one is "
             f"{_describe(batch)}. Define forward(model, batch) to use it as it is."
         )
-    return (model(**inputs) if isinstance(inputs, Mapping) else model(inputs)), target
+    return inputs, target
+
+
+def compute_output(task: Task, model: nn.Module, given: Any) -> Any:
+    if task.forward is not None:
+        return task.forward(model, given)
+    return model(**given) if isinstance(given, Mapping) else model(given)
 
 
 def _only_if(counted: Tensor, output: Tensor) -> None:
@@ -86,7 +105,13 @@ def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(data, Tensor):
         return function(data)
     if isinstance(data, Mapping):
-        return {key: map_tensors(value, function) for key, value in data.items()}
+        mapped = {key: map_tensors(value, function) for key, value in data.items()}
+        if type(data) is dict or not isinstance(data, MutableMapping):
+            return mapped
+        same = copy.copy(data)  # of a class with attributes, such as the outputs of Hugging Face's models
+        for key, value in mapped.items():
+            same[key] = value
+        return same
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(map_tensors(value, function) for value in data))
     if isinstance(data, tuple | list):

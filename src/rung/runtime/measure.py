@@ -1,16 +1,18 @@
-"""What an evaluation takes from one micro-batch: the loss and the task's metrics, as sums that add up."""
+"""What counts how much in a mean over ranks: losses and metrics as sums that add up, and each rank's shares of a step."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rung.batches import MicroBatch
+from rung.batches import MicroBatch, Window
 from rung.errors import TaskError
 from rung.parallel.tensor import whole_output
 from rung.task import Task, split_batch
+from rung.world import World
 
 
 def loss_weight(task: Task, micro: MicroBatch) -> Any:
@@ -58,3 +60,22 @@ def weighted(loss: Tensor, share: float | Tensor) -> Tensor:
         # A micro-batch without a counted unit may have a mean of 0/0.
         return torch.where(share > 0, loss * share.to(loss.dtype), torch.zeros_like(loss))
     return loss if share == 1.0 else loss * share
+
+
+def means(rows: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
+    """Of each name, over the sums and counts that ranks have of it."""
+    names = sorted({name for row in rows for name in row})
+    told = {name: [row[name] for row in rows if name in row] for name in names}
+    return {n: sum(total for total, _ in pairs) / max(sum(c for _, c in pairs), 1e-300) for n, pairs in told.items()}
+
+
+def shares_of(task: Task, world: World, window: Window) -> list[float | Tensor]:
+    """Each of this rank's micro-batches' part of the global mean. Communicates if the task counts weights."""
+    if task.loss_weight is None:
+        return [micro.num_samples / window.num_global_samples for micro in window.micro_batches]
+    weights = [loss_weight(task, micro) for micro in window.micro_batches]
+    stacked = torch.stack([torch.as_tensor(w, device=world.device).to(torch.float64).reshape(()) for w in weights])
+    total = stacked.sum()
+    if world.layout.num_data_ranks > 1:
+        dist.all_reduce(total, group=world.data_group)
+    return list((stacked / total.clamp(min=torch.finfo(torch.float64).tiny)).unbind())

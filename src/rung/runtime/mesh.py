@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rung.batches import MicroBatch, Window
+from rung.batches import Batches, MicroBatch, Window
 from rung.config import RunConfig
 from rung.errors import ModelError, TaskError
 from rung.parallel import Spread, sync_batch_norms
@@ -29,8 +28,8 @@ from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts, Traffic
 from rung.runtime.buffers import buffers_besides, note_of_changes
 from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, map_tensors
-from rung.runtime.measure import loss_weight, measure, weighted
-from rung.runtime.optimizer import LocalScaler, local_part
+from rung.runtime.measure import means, measure, shares_of, weighted
+from rung.runtime.optimizer import LocalScaler, learning_rate, local_bytes
 from rung.runtime.phases import PhaseClock
 from rung.runtime.samples import refuse_different_samples
 from rung.runtime.unused import UnusedParameters
@@ -67,10 +66,10 @@ class MeshRuntime:
         self._loss_module: nn.Module = LossModule(self.model, task, spread.plan)
         self._ddp: DistributedDataParallel | None = None
         layout, model = world.layout, self.model
-        if layout.uses_ddp:
+        if layout.uses_ddp and not world.is_server:
             with world.tensors():
-                self._ddp = world.replicate(self._loss_module, find_unused=config.unused_parameters == "allow")
-            self._loss_module = self._ddp
+                self._ddp = self._replicate()
+            self._loss_module = self._ddp or self._loss_module
         if config.compile and not layout.uses_fully_shard and not layout.is_composed:
             self._loss_module.compile()
         self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -84,6 +83,9 @@ class MeshRuntime:
         self.num_updates = 0
         self.is_updating = False  # between the first parameter that changes and the last
         self._unused = UnusedParameters(model, self._trainable, world, config.unused_parameters)
+
+    def _replicate(self) -> DistributedDataParallel | None:
+        return self.world.replicate(self._loss_module, find_unused=self.config.unused_parameters == "allow")
 
     # -- batches ------------------------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class MeshRuntime:
             self._unused.check(used)
             if not self.world.counts_loss:
                 loss_share = torch.zeros_like(loss_share)
-            rate = _rate(self.optimizer)
+            rate = learning_rate(self.optimizer)
             self._enter("update")
             norm = self._update(want_norm)
             if self._first_step:
@@ -151,7 +153,7 @@ class MeshRuntime:
         last = len(micro_batches) - 1
         for number, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
             with self._micro_batch(micro):
-                before = self._unused.versions() if number == last > 0 else None
+                before = self._unused.versions() if number == last > 0 and self._ddp is not None else None
                 with self._synchronising(is_last=number == last):
                     loss = self._forward(micro, share)
                     used |= self._unused.reachable(loss)
@@ -172,19 +174,7 @@ class MeshRuntime:
 
     def _shares(self, window: Window) -> tuple[list[float | Tensor], float]:
         """Each micro-batch's part of the global mean, and what undoes the average over ranks that reducing applies."""
-        averaging = float(self.world.layout.num_data_ranks)
-        if self.task.loss_weight is None:
-            total = window.num_global_samples
-            return [micro.num_samples / total for micro in window.micro_batches], averaging
-        weights = [loss_weight(self.task, micro) for micro in window.micro_batches]
-        stacked = torch.stack(
-            [torch.as_tensor(w, device=self.world.device).to(torch.float64).reshape(()) for w in weights]
-        )
-        total_weight = stacked.sum()
-        if self.world.layout.num_data_ranks > 1:
-            dist.all_reduce(total_weight, group=self.world.data_group)
-        shares = stacked / total_weight.clamp(min=torch.finfo(torch.float64).tiny)
-        return list(shares.unbind()), averaging
+        return shares_of(self.task, self.world, window), float(self.world.layout.num_data_ranks)
 
     def _forward(self, micro: MicroBatch, share: float | Tensor) -> Tensor:
         self._enter("forward")
@@ -241,35 +231,39 @@ class MeshRuntime:
         if update is not None and self._scaler is None:
             update.take_gradients()
         self.is_updating = True
+        self._take_step()
+        if update is not None:
+            update.share_parameters()
+            update.drop_gradients()
+        self._after_update()
+        return norm
+
+    def _take_step(self) -> None:
         if self._scaler is not None:
             if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
                 self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
-            self.optimizer.step()
-        if update is not None:
-            update.share_parameters()
-            update.drop_gradients()
+            self._step_optimizer()
+
+    def _after_update(self) -> None:
         for _, parameter in self._trainable:
             parameter.grad = None
         if self.schedule is not None:
             self.schedule.step()
         self.is_updating, self.num_updates = False, self.num_updates + 1
-        return norm
+
+    def _step_optimizer(self) -> None:
+        self.optimizer.step()
+
+    @property
+    def _sees_all_gradients(self) -> bool:
+        return self.world.layout.zero == 0 and not self.world.layout.is_composed
 
     def _agree_on_overflow(self) -> None:
         """Every rank skips a step that overflowed on any of them: each has seen its own part of the gradients."""
-        layout = self.world.layout
-        if self._scaler is None or (layout.zero == 0 and not layout.is_composed):
-            return
-        found = self._scaler._found_inf_per_device(self.optimizer)
-        here = self.world.device
-        flag = torch.zeros(1, device=here)
-        for value in found.values():
-            flag += value.to(here)
-        dist.all_reduce(flag)
-        for device in found:
-            found[device].copy_(flag.reshape_as(found[device]))
+        if self._scaler is not None and not self._sees_all_gradients:
+            self._scaler.agree(self.optimizer, self.world.device)
 
     @contextlib.contextmanager
     def _micro_batch(self, micro: MicroBatch) -> Iterator[None]:
@@ -305,13 +299,11 @@ class MeshRuntime:
         with self.world.tensors():
             self.tidy_up()
             own = self.world.read([tensor for name in sorted(sums) for tensor in sums[name]])
-        found = {name: (own[2 * i], own[2 * i + 1]) for i, name in enumerate(sorted(sums))}
-        rows = self.world.gather_objects(found if self.world.counts_loss else {})
-        names = sorted({name for row in rows for name in row})
-        told = {name: [row[name] for row in rows if name in row] for name in names}
-        return {
-            n: sum(total for total, _ in pairs) / max(sum(c for _, c in pairs), 1e-300) for n, pairs in told.items()
-        }
+        return self._add_up({name: (own[2 * i], own[2 * i + 1]) for i, name in enumerate(sorted(sums))})
+
+    def _add_up(self, found: dict[str, tuple[float, float]]) -> dict[str, float]:
+        """Means over all ranks, from each one's sums and counts."""
+        return means(self.world.gather_objects(found if self.world.counts_loss else {}))
 
     def _measure_window(self, window: Window) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         for micro in window.micro_batches:
@@ -342,6 +334,16 @@ class MeshRuntime:
         for part in self.spread.parts:
             part.show_parameters()
 
+    def begin(self, start: int, batches: Batches) -> None:
+        """The state is that after step `start`, and these windows come next. For runtimes that others work for."""
+
+    def is_settled(self) -> bool:
+        """Whether the state is that after the last step and all before it. Asked by all ranks together."""
+        return True
+
+    def dismiss(self, *, stopped: bool) -> None:
+        """The run is over."""
+
     @property
     def scaler(self) -> LocalScaler | None:
         return self._scaler
@@ -358,13 +360,16 @@ class MeshRuntime:
         parameters = [p for p in self.model.parameters() if not is_absent(p)]
         state = [v for values in self.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         return {
-            "parameters": sum(_local_bytes(p) for p in parameters),
-            "gradients": sum(_local_bytes(p.grad) for p in parameters if p.grad is not None),
-            "optimizer": sum(_local_bytes(v) for v in state),
-            "buffers": sum(_local_bytes(b) for b in self.model.buffers() if not is_absent(b)),
+            "parameters": sum(local_bytes(p) for p in parameters),
+            "gradients": sum(local_bytes(p.grad) for p in parameters if p.grad is not None),
+            "optimizer": sum(local_bytes(v) for v in state),
+            "buffers": sum(local_bytes(b) for b in self.model.buffers() if not is_absent(b)),
         }
 
     def traffic(self) -> dict[str, Traffic]:
+        return {}
+
+    def device_0_bytes(self) -> dict[str, int]:
         return {}
 
     def _share_buffers(self) -> None:
@@ -387,12 +392,3 @@ class MeshRuntime:
 
     def _without_dropout(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.config.dropout else NoDropout()
-
-
-def _rate(optimizer: Optimizer) -> float:
-    return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else float("nan")
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    local = local_part(tensor)
-    return local.numel() * local.element_size()

@@ -8,6 +8,7 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -88,9 +89,30 @@ class LocalScaler(torch.amp.GradScaler):
         shim: Any = SimpleNamespace(param_groups=[{"params": views}])
         return super()._unscale_grads_(shim, *args)
 
+    def agree(self, optimizer: Optimizer, device: torch.device) -> Tensor:
+        """After unscaling, where ranks have seen different gradients: above 0 on all if any of them overflowed."""
+        found = self._found_inf_per_device(optimizer)
+        flag = torch.zeros(1, device=device)
+        for value in found.values():
+            flag += value.to(device)
+        dist.all_reduce(flag)
+        for own in found.values():
+            own.copy_(flag.reshape_as(own))
+        return flag
+
 
 def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_bytes(tensor: Tensor) -> int:
+    local = local_part(tensor)
+    return local.numel() * local.element_size()
+
+
+def learning_rate(optimizer: Optimizer) -> float:
+    """Of the first group, which is what is shown."""
+    return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else float("nan")
 
 
 def _step_kind_by_kind(optimizer: Optimizer) -> None:

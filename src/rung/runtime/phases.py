@@ -8,7 +8,9 @@ nothing left to compute. On a GPU these are figures of the host, which goes ahea
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from threading import get_ident
 from typing import Any
 
@@ -22,7 +24,7 @@ class PhaseClock:
     """Use as a context manager around each step. With `waits` off, nobody is waited for and nothing is exchanged."""
 
     def __init__(self, *, waits: bool, functional_waits: bool) -> None:
-        self._waits, self._functional_waits = waits, waits and functional_waits
+        self._waits = waits
         self._seconds: dict[str, float] = {}
         self._phase: str | None = None
         self._runs = False
@@ -30,9 +32,14 @@ class PhaseClock:
         self._waited = 0.0
         self._computed: float | None = None
         self._threads: set[int] = set()  # whose waits are those of the step
+        self._is_waiting = False
+        # Where each function that waits is found. A backend made in Python has one of its own.
+        places: list[tuple[Any, str]] = [(dist.Work, "wait")]
+        places += [(kind, "wait") for kind in dist.Work.__subclasses__() if "wait" in vars(kind)]
+        places += [(functional, "wait_tensor")] if functional_waits else []
         # Bound once: what is exchanged in each step is the same object.
-        self._originals: tuple[Any, Any] = (dist.Work.wait, functional.wait_tensor)
-        self._replacements = (self._timed(dist.Work.wait), self._timed(functional.wait_tensor))
+        originals = [(where, name, getattr(where, name)) for where, name in (places if waits else [])]
+        self._exchanged = [(where, name, found, self._timed(found)) for where, name, found in originals]
 
     def seconds(self) -> dict[str, float]:
         """Of the last step, by phase."""
@@ -52,17 +59,13 @@ class PhaseClock:
     def __enter__(self) -> PhaseClock:
         self._runs, self._phase, self._computed = True, None, None
         self._threads.add(get_ident())
-        if self._waits:
-            dist.Work.wait = self._replacements[0]  # type: ignore[method-assign]
-        if self._functional_waits:
-            functional.wait_tensor = self._replacements[1]
+        for where, name, _, replacement in self._exchanged:
+            setattr(where, name, replacement)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._waits:
-            dist.Work.wait = self._originals[0]  # type: ignore[method-assign]
-        if self._functional_waits:
-            functional.wait_tensor = self._originals[1]
+        for where, name, original, _ in self._exchanged:
+            setattr(where, name, original)
         self._close(time.perf_counter())
         self._runs = False
 
@@ -80,6 +83,19 @@ class PhaseClock:
         if self._computed is not None:
             self._waited += time.perf_counter() - self._computed
             self._computed = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait that nothing else here knows of."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - started
+
+    def add(self, phase: str, seconds: float) -> None:
+        """What this rank computed for a phase in other threads, while the one of the step waited."""
+        self._seconds[phase] += seconds
 
     def _note_thread(self, gradient: Tensor) -> None:
         self._threads.add(get_ident())
@@ -99,12 +115,13 @@ class PhaseClock:
         clock = time.perf_counter
 
         def timed_wait(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() not in self._threads:  # a thread that saves in the background
+            # Neither a thread that saves in the background, nor a wait inside of another.
+            if get_ident() not in self._threads or self._is_waiting:
                 return wait(*args, **kwargs)
-            started = clock()
+            started, self._is_waiting = clock(), True
             try:
                 return wait(*args, **kwargs)
             finally:
-                self._waited += clock() - started
+                self._waited, self._is_waiting = self._waited + clock() - started, False
 
         return timed_wait

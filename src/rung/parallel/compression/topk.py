@@ -1,0 +1,226 @@
+"""Top-k: the largest values of the whole gradient are sent, the rest is kept and added to later ones.
+
+As Deep Gradient Compression (arXiv 1712.01887) defines it: momentum is taken before gradients are exchanged, so that
+what waits for long is worth what it would have been (momentum correction); the momentum of a sent value begins anew
+(factor masking); each rank clips its own gradient; and the part that is sent shrinks to its final size over the first
+steps. The values are chosen among all parameters together, not of each by itself: at the same number of bytes that is
+closer to uncompressed training, because layers differ in how much of their gradient is in few values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rung.parallel.compression.base import Exchange, Slots
+from rung.parallel.compression.packing import Positions, num_bit_bytes, pack_bits, unpack_bits
+from rung.world import World
+
+_STAGE = 4  # by which the part that is sent shrinks at a time: 1/4, 1/16, 1/64, ...
+_SAMPLED = 67  # one value in so many tells about where the threshold is; a prime, so that rows are not met in step
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the chosen values travel: positions, then values."""
+
+    size: int
+    count: int
+    values: str  # sign, half or full
+    num_tensors: int
+    dtype: torch.dtype
+
+    @property
+    def positions(self) -> Positions:
+        return Positions(self.size, self.count)
+
+    def pack(self, index: Tensor, values: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
+        """The message, and the values as those who read it will see them. `owners` are the values' tensors."""
+        if self.values == "sign":
+            scales = _means_by(owners, values.abs(), self.num_tensors)
+            signs = values >= 0
+            packed = torch.cat([pack_bits(signs), _as_bytes(scales)])
+            seen = self._signed(signs, scales, owners, values.dtype)
+        else:
+            narrow = values.to(torch.bfloat16 if self.values == "half" else self.dtype)
+            packed, seen = _as_bytes(narrow), narrow.to(values.dtype)
+        return torch.cat([self.positions.pack(index), packed]), seen
+
+    def unpack(self, message: Tensor, owner_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        cut = self.positions.num_bytes
+        index, rest = self.positions.unpack(message[:cut]), message[cut:]
+        if self.values == "sign":
+            signs = unpack_bits(rest[: num_bit_bytes(self.count)], self.count)
+            scales = _from_bytes(rest[num_bit_bytes(self.count) :], torch.float32)
+            return index, self._signed(signs, scales, owner_of(index), self.dtype)
+        kind = torch.bfloat16 if self.values == "half" else self.dtype
+        return index, _from_bytes(rest, kind).to(self.dtype)
+
+    def _signed(self, signs: Tensor, scales: Tensor, owners: Tensor, dtype: torch.dtype) -> Tensor:
+        size = scales.to(dtype)[owners]
+        return torch.where(signs, size, -size)
+
+
+class TopK(Exchange):
+    """`ratio` of all values, after `warm_up` steps in which it shrinks from a quarter."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        world: World,
+        optimizer: Optimizer,
+        *,
+        ratio: float,
+        values: str,
+        warm_up: int,
+        corrects_momentum: bool,
+        **common: Any,
+    ) -> None:
+        super().__init__(slots, world, **common)
+        self._ratio, self._values, self._warm_up = ratio, values, warm_up
+        self._optimizer, self._corrects_momentum = optimizer, corrects_momentum
+        self._left = slots.zeros()
+        self._velocity = slots.zeros() if corrects_momentum else None
+        self._next: tuple[Tensor, Tensor | None] = (self._left, self._velocity)
+        ends = torch.tensor(slots.sizes, device=slots.device).cumsum(0)
+        self._owner_of = lambda index: torch.bucketize(index, ends, right=True)
+        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+
+    def ratio_now(self) -> float:
+        return warm_ratio(self.num_steps, self._ratio, self._warm_up)
+
+    def _exchange(self, gradient: Tensor, used: list[bool] | None) -> Tensor:
+        left, velocity = self._accumulated(gradient, used)
+        offered = left
+        if used is not None and not all(used):
+            offered = left.clone()
+            for view, flag in zip(self.slots.views(offered), used, strict=True):
+                view.mul_(float(flag))
+        ratio = self.ratio_now()
+        form = self._form(max(1, math.ceil(ratio * self.slots.total)))
+        index = largest(offered, form.count)
+        message, seen = form.pack(index, offered[index], self._owner_of(index))
+        common = self.slots.zeros()
+        for row in self.wire.gather(message).unbind():
+            places, values = form.unpack(row, self._owner_of)
+            common[places] += values
+        left[index] -= seen
+        if velocity is not None and form.count < self.slots.total:  # where all is sent, no momentum is late
+            velocity[index] = torch.where(seen == 0, velocity[index], 0.0)
+        self._next = (left, velocity)
+        return common.div_(self.wire.num_ranks)
+
+    def _form(self, count: int) -> Form:
+        values = self._values
+        if values == "auto":  # where all is sent, nothing is left out: not of the values either
+            values = "full" if count == self.slots.total else "half"
+        return Form(self.slots.total, count, values, len(self.slots.sizes), self.slots.dtype)
+
+    def commit(self) -> None:
+        super().commit()
+        self._left, self._velocity = self._next
+
+    # -- momentum -----------------------------------------------------------------------------------------------
+
+    def _accumulated(self, gradient: Tensor, used: list[bool] | None) -> tuple[Tensor, Tensor | None]:
+        """What is there to be sent, and the velocity. What no rank used stays as it was."""
+        if self._velocity is None:
+            return self._left + gradient, None
+        velocity, left = self._velocity.clone(), self._left.clone()
+        rows = zip(
+            self.slots.parameters,
+            self.slots.views(gradient),
+            self.slots.views(velocity),
+            self.slots.views(left),
+            used or [True] * len(self.slots.sizes),
+            strict=True,
+        )
+        for parameter, own, moving, waiting, flag in rows:
+            if not flag:
+                continue
+            group = self._groups.get(id(parameter), {})
+            momentum = float(group.get("momentum", 0.0))
+            begun = self._optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+            moving.mul_(momentum).add_(own, alpha=1.0 - float(group["dampening"]) if begun and momentum else 1.0)
+            waiting.add_(moving if not group.get("nesterov") else own.add(moving, alpha=momentum))
+        return left, velocity
+
+    def apply(self, step: Callable[[], None]) -> None:
+        """With momentum corrected, what was exchanged is the update itself, momentum and all.
+
+        The optimizer's own step then runs on gradients of zero: it moves what all ranks know anyway, its weight decay
+        and whatever momentum it had before, by its own rules. The exchanged update comes on top. The sum is what SGD
+        does, because all of that is linear.
+        """
+        if not self._corrects_momentum:
+            step()
+            return
+        updates = [(p, p.grad) for p in self.slots.parameters if p.grad is not None]
+        for parameter, update in updates:
+            parameter.grad = torch.zeros_like(update)
+        step()
+        for parameter, update in updates:
+            group = self._groups.get(id(parameter))
+            if group is not None:
+                rate = float(group["lr"])
+                parameter.detach().add_(update, alpha=rate if group["maximize"] else -rate)
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def vectors(self) -> dict[str, Tensor]:
+        # Under other names where momentum is in it: it is then an update that waits, not a gradient.
+        if self._velocity is None:
+            return {"gradient": self._left}
+        return {"update": self._left, "velocity": self._velocity}
+
+
+def warm_ratio(step: int, ratio: float, warm_up: int) -> float:
+    """The part to be sent in a step counted from 0: a quarter, a sixteenth, ... in stages of equal length."""
+    if step >= warm_up or ratio >= 1 / _STAGE:
+        return ratio
+    num_stages = math.ceil(round(math.log(1 / ratio, _STAGE), 9)) - 1
+    stage = step * num_stages // warm_up
+    return max(ratio, float(_STAGE) ** -(stage + 1))
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """The places of the `count` values of largest magnitude, in increasing order.
+
+    On the CPU a sample tells which values can be among them at all, and only these are compared; a GPU would have to
+    wait for its host for that, and is quick without.
+    """
+    if count == values.numel():
+        return torch.arange(count, device=values.device)
+    sizes = values.abs()
+    if values.device.type == "cpu" and type(values) is Tensor and values.numel() >= 64 * _SAMPLED:
+        sample = sizes[::_SAMPLED]
+        expected = sample.numel() * count / values.numel()
+        rank = math.ceil(expected + 3 * math.sqrt(expected) + 2)
+        if rank < sample.numel():
+            threshold = torch.topk(sample, rank, sorted=True).values[-1]
+            places = (sizes > threshold).nonzero().view(-1)
+            if places.numel() >= count:
+                chosen = torch.topk(sizes[places], count, sorted=False).indices
+                return places[chosen].sort().values
+    return torch.topk(sizes, count, sorted=False).indices.sort().values
+
+
+def _means_by(owners: Tensor, values: Tensor, num_owners: int) -> Tensor:
+    """The mean of each owner's values, as float32; 0 where it has none."""
+    sums = values.new_zeros(num_owners).index_add_(0, owners, values)
+    counts = values.new_zeros(num_owners).index_add_(0, owners, torch.ones_like(values))
+    return (sums / counts.clamp_(min=1)).to(torch.float32)
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def _from_bytes(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    return packed.clone().view(dtype)  # a slice of bytes need not begin where the type may

@@ -1,0 +1,77 @@
+"""The flags of the commands that look at machines, not at tasks: `rung bench` and `rung doctor`. Part of `cli.py`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_BACKENDS, _DEVICES = ("auto", "gloo", "nccl", "mpi"), ("auto", "cpu", "cuda")
+
+
+def add_tools(commands: Any) -> None:
+    """Without a value, each flag is what `Asked` of its command says."""
+    bench = commands.add_parser(
+        "bench", help="measure what training stands on", description="Measure what training stands on."
+    )
+    kinds = bench.add_subparsers(title="what", metavar="WHAT", required=True, parser_class=type(bench))
+    collectives = kinds.add_parser(
+        "collectives",
+        help="all_reduce, broadcast and the others: correct, and how fast",
+        description="Check and measure the collectives of a backend over sizes and types: a table, a chart (SVG) and "
+        "records (JSON), with bandwidths as nccl-tests define them. Starts processes on this machine, or takes part in "
+        "a job of torchrun or mpirun. Exits with 1 if a result is wrong.",
+    )
+    _add_collectives(collectives)
+    collectives.set_defaults(call=_collectives)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, or all of a job, before a long run",
+        description="Check versions, names, ports, memory, limits, disk, GPUs and, with real ranks, the rendezvous, "
+        "clocks, links and slow ranks: a verdict for each, and a fix. Starts processes on this machine, or takes part "
+        "in a job of torchrun or mpirun. Exits with 1 if a check failed.",
+    )
+    _add_machines(doctor)
+    doctor.add_argument("--backend", choices=_BACKENDS, help="as for rung train")
+    doctor.add_argument("--device", choices=_DEVICES, help="as for rung train")
+    doctor.add_argument("--out", metavar="DIR", help="where runs will be written (default runs)")
+    doctor.add_argument("--json", dest="as_json", action="store_true", help="the findings as JSON on standard output")
+    doctor.set_defaults(call=_doctor)
+
+
+def _add_collectives(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("where")
+    _add_machines(where)
+    where.add_argument("--backend", choices=_BACKENDS, help="default: nccl with GPUs, else gloo")
+    where.add_argument("--device", choices=_DEVICES, help="where the tensors are (default: as the backend)")
+    what = parser.add_argument_group("what")
+    what.add_argument("--ops", nargs="+", metavar="NAME", help="some of the collectives (default: all ten)")
+    what.add_argument("--sizes", metavar="S", help="1K:256M (default) by powers of 4, 1K:1M:2 by 2, or a list: 4K,1M")
+    what.add_argument("--dtypes", metavar="T,T", help="default float32,bfloat16")
+    what.add_argument("--reduce", dest="reduction", choices=("sum", "avg", "min", "max"), help="default sum")
+    what.add_argument("--seconds", type=float, metavar="X", help="to spend on timing one size (default 0.2)")
+    result = parser.add_argument_group("what comes out")
+    result.add_argument("--out", metavar="DIR", help="where records and chart go (default runs/bench)")
+    result.add_argument("--json", dest="as_json", action="store_true", help="the records as JSON on standard output")
+
+
+def _add_machines(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--nproc", type=int, metavar="N", help="processes here (default: one for each GPU, 2 without)")
+    group.add_argument("--nnodes", type=int, metavar="N", help="machines on which this command is started (default 1)")
+    group.add_argument("--rdzv", metavar="HOST:PORT", help="where they meet")
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    return {key: value for key, value in vars(options).items() if key != "call" and value is not None}
+
+
+def _collectives(options: argparse.Namespace) -> int:
+    from rung.bench.command import Asked, collectives_command
+
+    return collectives_command(Asked(**_given(options)))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rung.doctor.command import Asked, doctor_command
+
+    return doctor_command(Asked(**_given(options)))

@@ -1,0 +1,118 @@
+"""ps-async through the command line: a lost trainer costs nothing, a lost server ends the job with the cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rung.metrics import committed
+from rung.status import RankStatus, StatusBoard
+from tests.multi.test_failure import Command, _end_commands, assert_soon  # noqa: F401
+
+# Large enough that a push takes a while, and slow enough that there is something to interrupt.
+TASK = """
+import os, time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 1500), nn.Linear(1500, 1500)
+
+    def forward(self, x):
+        if os.environ.get("RANK") == FAILING and self.training:
+            raise ValueError("boom in the task")
+        time.sleep(0.02)
+        return self.last(torch.relu(self.first(x)))[:, :4]
+
+FAILING = {failing!r}
+defaults = {{"batch_size": 4, "steps": 40, "log_every": 1, "save_weights": False, "checkpoint_every": 10}}
+def model(): return Wide()
+def train_data():
+    g = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(103, 4, generator=g), torch.randn(103, 4, generator=g))
+def loss(output, target): return ((output - target) ** 2).mean()
+def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+FLAGS = ("--strategy", "ps-async", "--nproc", "4", "--servers", "2", "--staleness", "3", "--out", "out")
+RANKS = 4
+
+
+def start(folder: Path, *flags: str, failing: str = "") -> Command:
+    (folder / "task.py").write_text(TASK.format(failing=failing))
+    return Command.start(folder, *FLAGS, *flags)
+
+
+def status_of(folder: Path, rank: int) -> RankStatus | None:
+    try:
+        return StatusBoard(folder / "out" / ".state" / "status", RANKS).read(rank)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def kill_in(folder: Path, rank: int, phase: str, after: int) -> None:
+    """kill -9 while the rank is in this phase of a step after `after`."""
+    found: list[RankStatus] = []
+
+    def strikes() -> bool:
+        status = status_of(folder, rank)
+        if status is not None and status.step > after and status.phase == phase:
+            os.kill(status.pid, signal.SIGKILL)
+            found.append(status)
+        return bool(found)
+
+    assert_soon(strikes, f"rank {rank} is not in {phase}", seconds=60)
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [row["step"] for row in committed(folder / "out" / "metrics.jsonl") if row["event"] == "step"]
+
+
+def test_a_trainer_killed_in_the_middle_of_a_push_is_not_missed(tmp_path: Path) -> None:
+    command = start(tmp_path)
+    kill_in(tmp_path, 3, "update", after=5)
+    outcome = command.end()
+    assert outcome.code == 0, outcome.output
+    assert "rank 3, a trainer, killed by SIGKILL in step" in outcome.output
+    assert "phase update; the others go on" in outcome.output
+    assert steps_of(tmp_path) == list(range(1, 41)), "what it was at was given to the other"
+    late = [row.get("staleness", 0) for row in committed(tmp_path / "out" / "metrics.jsonl") if row["event"] == "step"]
+    assert max(late) <= 3
+
+
+def test_a_trainer_that_fails_is_told_of_and_the_last_one_ends_the_job(tmp_path: Path) -> None:
+    command = start(tmp_path, failing="2")
+    kill_in(tmp_path, 3, "reading data", after=3)
+    outcome = command.end()
+    assert outcome.code == 1, outcome.output
+    assert "rank 2, a trainer, failed in step" in outcome.output and "boom in the task" in outcome.output
+    assert "boom in the task" in outcome.screen or "SIGKILL" in outcome.screen
+
+
+def test_a_killed_server_ends_the_job_with_the_cause_and_the_run_goes_on(tmp_path: Path) -> None:
+    command = start(tmp_path)
+    kill_in(tmp_path, 1, "update", after=12)
+    outcome = command.end()
+    assert outcome.code == 1, outcome.output
+    assert "rank 1 was killed by SIGKILL in step" in outcome.screen
+    outcome = Command.start(tmp_path, "--resume", "out").end()
+    assert outcome.code == 0, outcome.output
+    assert "going on after step 10" in outcome.output
+    assert steps_of(tmp_path) == list(range(1, 41))
+
+
+@pytest.mark.slow
+def test_asked_to_stop_it_saves_a_whole_step_and_resumes_in_one_process(tmp_path: Path) -> None:
+    command = start(tmp_path)
+    assert_soon(lambda: (s := status_of(tmp_path, 0)) is not None and s.step > 13, "it does not train", seconds=60)
+    os.kill(command.process.pid, signal.SIGTERM)
+    outcome = command.end()
+    assert outcome.code == 75, outcome.output
+    outcome = Command.start(tmp_path, "--resume", "out", "--strategy", "single", "--nproc", "1").end()
+    assert outcome.code == 0, outcome.output
+    assert steps_of(tmp_path) == list(range(1, 41))
