@@ -1,12 +1,46 @@
-"""What the tests share beyond fixtures: which modules the server has loaded from which ranks are forked."""
+"""What the tests share beyond fixtures: what the usual suite leaves out, and what ranks are forked with."""
 
 from __future__ import annotations
 
 import multiprocessing
+import re
 
 import pytest
 
 from tests.harness import _PRELOADED
+
+# The usual suite has twenty minutes on two cores. These rows repeat under one more strategy or on one more rank what
+# others of their list show; `make test-all` runs them.
+REPETITIONS = [
+    r"test_failure.*exception_anywhere.*\[(model|optimizer|data|data in a worker|backward|saving)-fsdp-[01]\]",
+    r"test_failure.*exception_anywhere.*\[(forward|update|metrics)-fsdp-0\]",
+    r"test_failure.*exception_anywhere.*\[(model|optimizer|data|forward|backward|update)-ddp-0\]",
+    r"test_failure.*test_a_killed_rank_is_named.*-(ddp|fsdp)-\d-[a-z ]+-0\]",
+    r"test_failure.*test_a_rank_that_leaves_early.*-0\]",
+    r"test_parity.*matches_one_process\[(ddp|zero1|zero2|zero3|hsdp)-\w+-1ranks",
+    r"test_parity.*matches_one_process\[(zero1|zero2|zero3|hsdp)-gpt-4ranks\]",
+    r"test_parity.*weighted_by_tokens.*\[None-(zero1|zero2|hsdp|pp2,fsdp2|pp2:zb,ddp2)\]",
+    r"test_composed.*fewer_samples.*-3\]",
+    r"test_composed.*test_settings\[pp2,tp2-",
+    r"test_pipeline.*\[(pp2,ddp2|pp2,tp2|pp4|pp2,fsdp2)\]",
+    r"test_models.*(vision_transformer|gpt2)_of_\w+\[pp2\]",
+    r"test_models.*llama_of_\w+\[tp2\]",
+    r"test_damage.*(cut|missing|pickle)-rank-00001",
+    r"test_damage.*(torch.save|pickle)-",
+    r"test_checkpoint.*stopped_at_sample_37.*(epoch|twice)",
+    r"test_hangs.*sleeps_for_ever\[fsdp",
+    r"test_hangs.*loader_that_stalls\[0\]",
+    r"test_worlds.*(joins\[pp2,ddp\]|one_step_at_most\[pp2\])",
+    r"test_explain.*real_ranks_do.*\[(hsdp2x2|pp2,ddp2)\]",
+    r"test_slow.*changes[1356789]\]",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    patterns = [re.compile(pattern) for pattern in REPETITIONS]
+    for item in items:
+        if any(pattern.search(item.nodeid) for pattern in patterns):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -145,10 +145,12 @@ def metrics(output, target):
     return {"next_character": (output.argmax(dim=-1) == target).float().mean(dim=1)}
 
 
-def optimizer(model, lr=3e-3, weight_decay=0.1):
+def optimizer(model, kind="adamw", lr=3e-3, weight_decay=0.1, momentum=0.9):
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if kind == "sgd":  # wants another rate: about 0.1
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 

@@ -32,7 +32,7 @@ _GROUPS = {
 _EXPLAINED = {
     "where": ("strategy", "nproc", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
     "how much": ("batch_size", "micro_batch"),
-    "how": ("precision", "clip", "activation_checkpointing"),
+    "how": ("precision", "clip", "activation_checkpointing", "compress"),
 }
 
 

@@ -118,7 +118,7 @@ class RunConfig:
 
     device: str = _setting("auto", "auto, cpu or cuda", str, ("auto", "cpu", "cuda"))
     topk_values: str = _setting(
-        "auto", "--compress topk: auto (bf16; whole at ratio 1), full, half or sign", str, ("auto", "full", "half", "sign")
+        "auto", "what topk sends of a value: auto, full, half (bf16) or sign", str, ("auto", "full", "half", "sign")
     )
     compress_warmup: int | None = _setting(
         None, "steps over which topk sends ever less (default: 4 %), or before powersgd begins (default: 0)", int

@@ -58,8 +58,8 @@ def parse_compression(text: str) -> Compression:
         ratio = 0.0
     if not 0 < ratio <= 1:
         raise ConfigError(
-            f"compress cannot be {text!r}: the ratio of topk is the part of all values that is sent, above 0 and at most "
-            f"1, such as {_EXAMPLES[method]}."
+            f"compress cannot be {text!r}: the ratio of topk is the part of all values that is sent, above 0 and at "
+            f"most 1, such as {_EXAMPLES[method]}."
         )
     return Compression(method, ratio=ratio)
 

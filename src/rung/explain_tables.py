@@ -17,7 +17,7 @@ from rung.record import Message
 from rung.sizes import human_bytes
 
 PHASES = ("forward", "backward", "update")
-STATES = ("parameters", "gradients", "optimizer", "buffers")
+STATES = ("parameters", "gradients", "optimizer", "compression", "buffers")
 _MOST_SIZES = 3  # of one kind of message; more are shown as a range
 
 

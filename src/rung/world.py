@@ -272,7 +272,8 @@ def open_world(
     if layout.uses_rpc:
         from rung.rpc import Calls
 
-        world._calls = Calls(rank, num_processes, host=rpc_host, timeout_seconds=timeout_seconds)
+        threads = max(32, 2 * num_processes + 8)  # a call that waits holds one
+        world._calls = Calls(rank, num_processes, host=rpc_host, timeout_seconds=timeout_seconds, threads=threads)
     try:
         yield world
     except BaseException:

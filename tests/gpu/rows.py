@@ -56,6 +56,16 @@ def matches_cpu(strategy: str, model: str, num_ranks: int, **changes: Any) -> st
     return f"{difference:.1e}"
 
 
+def compressed(how: str) -> str:
+    """Nothing left out is nothing lost; in fp16 a little is."""
+    config = RunConfig(batch_size=25, steps=5, precision="fp64", device="cuda", backend="gloo", compress=how)
+    expected = by_hand(TASKS["gpt"](), config)
+    found = on_ranks(with_rung, 2, TASKS["gpt"], "ddp", config, timeout=300)
+    difference = largest_difference(expected, found[0])
+    assert difference < (1e-9 if how.startswith("topk") else 1e-2), f"differs by {difference:.1e}"
+    return f"{difference:.1e}"
+
+
 def half_is_near(strategy: str, precision: str, **changes: Any) -> str:
     config = RunConfig(batch_size=25, steps=10, precision=precision, device="cuda", **changes)
     expected = by_hand(TASKS["text"](), RunConfig(batch_size=25, steps=10, precision="fp64"))
@@ -342,6 +352,11 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
         add(f"dp2 {model} one GPU like threads", like_threads, model)
     add("dp2 one GPU refuses", dp_errors)
     add("dp2 one GPU resumes exactly", resumes_exactly, "dp2", 1, dropout=False, **shared)
+    for strategy, size in (("ps", 3), ("ddp+ps", 3), ("rpc-pp2", 2)):
+        for model in ("babycnn", "gpt"):
+            add(f"{strategy} {model} calls", matches_cpu, strategy, model, size, global_micro_batch=12)
+    for how in ("topk:1.0", "fp16"):
+        add(f"ddp compress {how} 2 ranks gloo", compressed, how)
     add("single out of memory", out_of_memory, "single", 1, 0.01)
     add("ddp out of memory 2 ranks gloo", out_of_memory, "ddp", 2, 0.006)
     add("tp2 gpt gloo x3", matches_cpu, "tp2", "gpt", 2, global_micro_batch=12)

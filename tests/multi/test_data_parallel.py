@@ -277,12 +277,12 @@ def test_the_command_tells_what_was_exchanged(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "dp: 2 replicas on the CPU, a thread each" in done.stdout
     end = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    (sent,), kept = end["traffic"], end["state_bytes"][0]
-    assert sent["broadcast parameters"] == {"messages": 3, "num_bytes": 3 * kept["parameters"]}
-    assert sent["reduce gradients"] == sent["broadcast parameters"]
+    (traffic,), kept = end["traffic"], end["state_bytes"][0]
+    sent = {name: (told["messages"], told["num_bytes"]) for name, told in traffic.items()}
     logits = 16 * 64 * 98 * 4
-    assert sent["gather outputs"] == sent["scatter output gradients"] == {"messages": 3, "num_bytes": 3 * logits // 2}
-    assert sent["scatter inputs"] == {"messages": 3, "num_bytes": 3 * 8 * 64 * 8}
+    assert sent["scatter inputs"] == (3, 3 * 8 * 64 * 8)
+    assert sent["broadcast parameters"] == sent["reduce gradients"] == (3, 3 * kept["parameters"])
+    assert sent["gather outputs"] == sent["scatter output gradients"] == (3, 3 * logits // 2)
     load = end["device_0_bytes"]
     assert load["outputs"] == load["output gradients"] == logits
     assert load["loss"] >= logits

@@ -147,7 +147,7 @@ def test_the_place_is_the_step_that_was_being_worked_on(tmp_path: Path, status: 
         (-99, "was killed by signal 99"),
         (0, "left in step 3, phase forward: it ended with exit code 0 before training was finished."),
         (7, "ended in step 3, phase forward without a traceback (exit code 7)."),
-        (None, "ended in step 3, phase forward without a traceback"),
+        (None, "is gone in step 3, phase forward: it was killed, or ended without a word."),
     ],
 )
 def test_a_silent_rank_is_told_by_its_exit_code(tmp_path: Path, code: int | None, expected: str) -> None:

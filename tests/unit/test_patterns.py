@@ -63,9 +63,10 @@ def test_shifted_swapped_and_untouched_data_are_seen(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("reduction", "expected"), [("min", 1.0), ("max", 4.0), ("sum", 7.0), ("avg", 7 / 3)])
-def test_reductions(reduction: str, expected: float) -> None:
-    made = patterns("float32", 3, reduction, count=5)
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_reductions(reduction: str, expected: float, dtype: str) -> None:
+    made = patterns(dtype, 3, reduction, count=5)
     blocks = [torch.full((5,), value) for value in (1, 4, 2)]
-    tensor = torch.full((5,), expected)
+    tensor = torch.full((5,), expected, dtype=getattr(torch, dtype))
     assert made.num_wrong(tensor, made.reduced(blocks)) == 0
     assert made.num_wrong(tensor * 1.001, made.reduced(blocks)) == 5

@@ -145,8 +145,7 @@ class _Bench:
 
     def _time(self, exchange: Exchange) -> tuple[list[float], int]:
         """Seconds of a call on the slowest rank in each repetition, and the number of timed calls."""
-        self._batch(exchange, 1)
-        once = max(self._everyone(lambda: self._batch(exchange, 1), "failed"))
+        once = max(self._everyone(lambda: [self._batch(exchange, 1) for _ in range(2)][-1], "failed"))
         calls = max(1, min(MOST_CALLS, int(min(BATCH_SECONDS, self._plan.seconds / REPEATS[0]) / once)))
         repeats = max(REPEATS[0], min(REPEATS[1], int(self._plan.seconds / (once * calls))))
         times = self._everyone(lambda: [self._batch(exchange, calls) / calls for _ in range(repeats)], "failed")
@@ -194,6 +193,7 @@ class _Bench:
             return f"torch's own MPI backend counts to 2^31 - 1, not to {count:,}"
         needed = _COPIES * case.num_bytes
         if self._device.type == "cuda":
+            torch.cuda.empty_cache()
             free: int | None = torch.cuda.mem_get_info(self._device)[0]
             return _too_large(needed, free, "of GPU memory")
         return _too_large(needed * self._local_size, free_host_bytes(), "of memory in a machine")
@@ -255,6 +255,7 @@ class _Bench:
             "device_names": sorted(set(names)),
             "threads_per_rank": sorted(set(threads)),
             "cores": os.cpu_count(),
+            "load_average_before": round(os.getloadavg()[0], 2),
             "interface": os.environ.get(f"{'NCCL' if is_cuda else 'GLOO'}_SOCKET_IFNAME"),
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -155,20 +155,19 @@ def run_on_ranks(plan: Plan, nproc: int, advance: Callable[[Any], None]) -> Swee
             environment.update(told)
 
     while len(records) < len(plan.cases):
-        left = replace(plan, cases=plan.cases[len(records) :])
+        before, left = len(records), replace(plan, cases=plan.cases[len(records) :])
         try:
             on_ranks(measure, nproc, left, listen=hear, timeout=plan.timeout_seconds + 60)
-            why = records[-1].why
         except CrewFailed as failed:
             if not environment:
                 raise EnvironmentProblem(f"the ranks could not begin: {failed}") from None
             why = failed.error.strip().splitlines()[-1] if failed.error else f"rank {failed.rank} {failed.what}"
-            if not records or records[-1].state != "failed":  # else it has told itself what broke it
+            if len(records) == before or records[-1].state != "failed":  # else it has told itself what broke it
                 hear(unmeasured(plan.cases[len(records)], plan, environment, why))
         # What broke it would do so again at every size.
-        kind = plan.cases[len(records) - 1].kind
+        last, kind = records[-1], plan.cases[len(records) - 1].kind
         while len(records) < len(plan.cases) and plan.cases[len(records)].kind == kind:
-            hear(unmeasured(plan.cases[len(records)], plan, environment, why))
+            hear(replace(last, bytes=plan.cases[len(records)].num_bytes))
     return Sweep(environment, records)
 
 

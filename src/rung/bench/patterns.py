@@ -28,8 +28,8 @@ class Patterns:
         # Of so many ranks that not even one each can be added up, few have a one at any place.
         self._part = largest / (16 * ranks)
         # The mean alone is not exact: a backend may divide before it adds.
-        has_mean = reduction == "avg" and dtype.is_floating_point
-        self._tolerance = 4 * torch.finfo(dtype).eps if has_mean else 0.0
+        self._divides = reduction == "avg" and (dtype.is_floating_point or dtype.is_complex)
+        self._tolerance = 4 * torch.finfo(dtype).eps if self._divides else 0.0
 
     def values(self, *key: int) -> torch.Tensor:
         """The block that a key stands for, the same on every rank, as integers on the host."""
@@ -52,7 +52,7 @@ class Patterns:
         if self._dtype == torch.bool:
             return total.clamp(max=1)  # a sum of truths is their "or"
         if self._reduction == "avg":
-            return total / len(blocks) if self._dtype.is_floating_point else total // len(blocks)
+            return total / len(blocks) if self._divides else total // len(blocks)
         return total
 
     def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -78,6 +78,8 @@ class Patterns:
 
     def _count(self, found: torch.Tensor, expected: torch.Tensor) -> int:
         if self._tolerance:
+            if self._dtype.is_complex:
+                found, expected = torch.view_as_real(found), torch.view_as_real(expected)
             wanted = expected.double()
             differs = (found.double() - wanted).abs() > self._tolerance * wanted.abs().clamp(min=1)
             return int((differs | found.isnan()).sum())

@@ -166,7 +166,7 @@ def _restore_local(runtime: MeshRuntime, kept: Kept, names: list[str]) -> None:
         runtime.averaging.num_steps = int(kept.get("steps"))
         if kept.own_rank is None:
             runtime.notes.append(
-                f"the weights and optimizers of {kept.manifest['ranks']} ranks were averaged: each rank goes on with that"
+                f"the weights and optimizers of {kept.manifest['ranks']} ranks are averaged: each goes on with that"
             )
 
 

@@ -1,12 +1,13 @@
 """The operations of a process group over an MPI communicator.
 
-Data travels as bytes, and half types are added up in fp32. MPI counts elements in an `int`, so what is larger goes in
-parts. A reduce-scatter is an exchange of parts and torch's own sum over them: that of MPI brings all to one rank first.
-Tensors are read and written in place where they are contiguous.
+Data travels as bytes, and half types are added up in fp32. MPI counts in an `int`, and so do some libraries the bytes of
+a message: what is larger goes in parts. A reduce-scatter is an exchange of parts and torch's own sum over them, because
+MPI's brings everything to one rank first. Tensors are read and written in place where they are contiguous.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 class MpiGroup(_ProcessGroup):  # type: ignore[misc]
     """A group as torch.distributed sees it: every method begins an operation and returns at once."""
 
-    MOST_ELEMENTS = 2**30  # in one call of MPI
+    MOST_BYTES = 2**30  # in one call of MPI
 
     def __init__(self, communicator: MPI.Intracomm, progress: Progress, timeout: datetime.timedelta, name: str) -> None:
         super().__init__(communicator.Get_rank(), communicator.Get_size())
@@ -211,9 +212,9 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receive(tensors, source, tag, f"recv from rank {source}")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:
-        if num_bytes(tensors[0]) > self.MOST_ELEMENTS:
+        if num_bytes(tensors[0]) > self.MOST_BYTES:
             raise RuntimeError(
-                f"mpi: recv from any rank takes up to {self.MOST_ELEMENTS:,} bytes, not {num_bytes(tensors[0]):,}: "
+                f"mpi: recv from any rank takes up to {self.MOST_BYTES:,} bytes, not {num_bytes(tensors[0]):,}: "
                 "more comes in parts, which could be those of different ranks. Name the source."
             )
         return self._receive(tensors, MPI.ANY_SOURCE, tag, "recv from any rank")
@@ -252,7 +253,8 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
         return reduction(opts.reduceOp if opts is not None else dist.ReduceOp.SUM, tensor.dtype, operation)
 
     def _settle(self, how: Reduction, buffer: Tensor, target: Tensor) -> None:
-        _put(how.finish(buffer, self.size()), target)
+        with _writing(buffer, target):
+            _put(how.finish(buffer, self.size()), target)
 
     def _settle_rows(self, how: Reduction, rows: Tensor, target: Tensor) -> None:
         self._settle(how, how.over_rows(rows.to(how.dtype)), target)
@@ -265,8 +267,9 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _parts(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
         """Start and count of the parts that MPI can count."""
-        for start in range(0, tensor.numel(), self.MOST_ELEMENTS):
-            yield start, min(self.MOST_ELEMENTS, tensor.numel() - start)
+        most = max(1, self.MOST_BYTES // tensor.itemsize)
+        for start in range(0, tensor.numel(), most):
+            yield start, min(most, tensor.numel() - start)
 
     def _byte_parts(self, tensor: Tensor) -> Iterator[list[Any]]:
         flat = tensor.view(-1).view(torch.uint8)
@@ -286,10 +289,11 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{sizes[self.rank()]}"
             )
         _put(own, rows[self.rank()])
-        if sum(sizes) > self.MOST_ELEMENTS:
+        if sum(sizes) > self.MOST_BYTES:
             begun.requests += [request for root, row in enumerate(rows) for request in self._broadcast(row, root)]
         elif sum(sizes):
-            whole = MPI.buffer.fromaddress(rows[0].data_ptr(), sum(sizes))
+            # torch gives empty tensors no address.
+            whole = MPI.buffer.fromaddress(next(row.data_ptr() for row in rows if row.numel()), sum(sizes))
             if len(set(sizes)) == 1:
                 request = self._communicator.Iallgather(MPI.IN_PLACE, [whole, sizes[0], MPI.BYTE])
             else:
@@ -327,8 +331,15 @@ def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 def _put(value: Tensor, target: Tensor) -> None:
     if value.data_ptr() != target.data_ptr() and value.numel():
-        with torch.inference_mode(target.is_inference()), torch.no_grad():
+        with _writing(value, target):
             target.copy_(value.view(target.shape))
+
+
+@contextlib.contextmanager
+def _writing(*tensors: Tensor) -> Iterator[None]:
+    """The modes of the thread that has made the tensors: this may be another one."""
+    with torch.inference_mode(any(tensor.is_inference() for tensor in tensors)), torch.no_grad():
+        yield
 
 
 def _in_a_row(targets: Sequence[Tensor]) -> list[Tensor]:

@@ -47,7 +47,8 @@ class Averaging:
             return
         weights = self._mean(self._weights())
         if self.outer is not None:
-            assert self.anchor is not None and self.momentum is not None
+            assert self.anchor is not None
+            assert self.momentum is not None
             gradient = self.anchor - weights
             self.momentum.mul_(self.outer.momentum).add_(gradient)
             weights = self.anchor.sub_(gradient.add_(self.momentum, alpha=self.outer.momentum), alpha=self.outer.lr)

@@ -60,7 +60,8 @@ class LocalStepsRuntime(MeshRuntime):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self.averaging.averaged():
-            yield from super().named_weights()
+            for name, value in super().named_weights():
+                yield name, value.clone()  # the model will have others again
 
     def traffic(self) -> dict[str, Traffic]:
         return {"weights": traffic_of(self.averaging.wire)}

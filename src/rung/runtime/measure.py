@@ -1,4 +1,4 @@
-"""What counts how much in a mean over ranks: losses and metrics as sums that add up, and each rank's shares of a step."""
+"""What counts how much in a mean over ranks: losses and metrics as sums that add up, and shares of a step."""
 
 from __future__ import annotations
 

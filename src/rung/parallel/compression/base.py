@@ -22,24 +22,28 @@ class Wire:
     """
 
     def __init__(self, world: World) -> None:
-        self.group, self.num_ranks = world.data_group, world.layout.num_data_ranks
+        self.num_ranks = world.layout.num_data_ranks
+        self.group = world.data_group if self.num_ranks > 1 else None
         self.num_bytes, self.num_messages = 0, 0
         self.plain_bytes = 0  # that gradients would have taken as they are
 
     def gather(self, message: Tensor) -> Tensor:
         """The equally long messages of all ranks, as rows."""
+        if self.group is None:
+            return message.unsqueeze(0)
         self.num_bytes += (self.num_ranks - 1) * message.numel() * message.element_size()
         self.num_messages += 1
         return gather_flat(message, self.group)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        self.count_reduce(values.numel() * values.element_size())
-        dist.all_reduce(values, op=op, group=self.group)
+        if self.group is not None:
+            self.count_reduce(values.numel() * values.element_size())
+            dist.all_reduce(values, op=op, group=self.group)
 
-    def count_reduce(self, num_bytes: int, messages: int = 1) -> None:
-        """So many bytes were all-reduced by somebody else, in so many collectives."""
+    def count_reduce(self, num_bytes: int) -> None:
+        """So many bytes are all-reduced by somebody else."""
         self.num_bytes += ring_bytes(num_bytes, self.num_ranks)
-        self.num_messages += messages
+        self.num_messages += 1
 
 
 def ring_bytes(num_bytes: int, num_ranks: int) -> int:
@@ -65,7 +69,7 @@ class Slots:
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The parts of the vector, each in the shape of its parameter."""
-        parts = vector.split(self.sizes)
+        parts = torch.split(vector, self.sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def gradients(self) -> Tensor:

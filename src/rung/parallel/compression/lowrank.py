@@ -54,8 +54,8 @@ class LowRank(Exchange):
             random_seed=seed % 2**32,
         )
         self._left = slots.zeros()
-        self._directions: Tensor | None = None  # the narrow matrices of the last step, which the next begins with
-        self._num_rows = 0  # elements of their counterparts
+        self._directions: Tensor | None = None  # the right matrices of the last step, which the next begins with
+        self._sizes = _sizes(slots, rank)
         self._next: tuple[Tensor, Tensor | None] = (self._left, None)
 
     @property
@@ -68,16 +68,18 @@ class LowRank(Exchange):
             self._next = (self._left, self._directions)
             self.wire.all_reduce(gradient)
             return gradient.div_(self.wire.num_ranks)
+        if self.world.pretend:  # torch's hook waits for results
+            for size in self._sizes:
+                self.wire.all_reduce(gradient.new_empty(size))
+            return gradient
         state.iter = state.start_powerSGD_iter
         state.error_dict[0] = self._left
         if self._directions is not None:
             state.q_memory_dict[0] = self._directions.clone()
-            state.p_memory_dict[0] = gradient.new_empty(self._num_rows)
-        sent_before = state.total_numel_after_compression
-        common: Tensor = powerSGD_hook(state, _Bucket(self.slots, gradient)).wait()  # type: ignore[arg-type]
-        self._num_rows = state.p_memory_dict[0].numel()
-        num_sent = state.total_numel_after_compression - sent_before
-        self.wire.count_reduce(num_sent * gradient.element_size(), messages=3)
+            state.p_memory_dict[0] = gradient.new_empty(self._sizes[1])
+        common: Tensor = powerSGD_hook(state, _Bucket(self.slots, gradient)).wait()
+        for size in self._sizes:
+            self.wire.count_reduce(size * gradient.element_size())
         left = state.error_dict[0]
         if used is not None:
             for flag, waiting, given in zip(used, self.slots.views(left), self.slots.views(common), strict=True):
@@ -98,11 +100,26 @@ class LowRank(Exchange):
     def extras(self) -> dict[str, Tensor]:
         found = super().extras()
         if self._directions is not None:
-            found |= {"directions": self._directions, "rows": torch.tensor([self._num_rows])}
+            found["directions"] = self._directions
         return found
 
     def restore(self, extras: Mapping[str, Tensor]) -> None:
         super().restore(extras)
         if "directions" in extras:
             self._directions = extras["directions"].to(self._left)
-            self._num_rows = int(extras["rows"])
+
+
+def _sizes(slots: Slots, rank: int) -> tuple[int, int, int]:
+    """Elements of the three things that torch's hook reduces: what is not compressed, the left and right matrices."""
+    plain = left = right = 0
+    for parameter in slots.parameters:
+        if parameter.numel() == 0:
+            continue
+        rows = parameter.shape[0] if parameter.dim() else 1
+        columns = parameter.numel() // rows
+        width = min(rows, columns, rank)
+        if (rows + columns) * width * 2 < rows * columns:
+            left, right = left + rows * width, right + columns * width
+        else:
+            plain += parameter.numel()
+    return plain, left, right

@@ -62,8 +62,8 @@ def _combine(digits: Tensor, base: int) -> Tensor:
 class Positions:
     """How `count` increasing numbers below `size` are packed.
 
-    Elias-Fano: the lower bits of each as they are; the upper parts as one row of bits, in which the i-th 1 stands at the
-    i-th upper part plus i. That takes 2 + log2(size / count) bits a number, half a bit more than the entropy of a
+    Elias-Fano: the lower bits of each as they are; the upper parts as one row of bits, in which the i-th 1 stands at
+    the i-th upper part plus i. That takes 2 + log2(size / count) bits a number, half a bit more than the entropy of a
     random choice. If more are chosen than about one in four, a bit for every number below `size` is shorter, and if
     all are, nothing need be said.
     """

@@ -3,8 +3,10 @@
 As Deep Gradient Compression (arXiv 1712.01887) defines it: momentum is taken before gradients are exchanged, so that
 what waits for long is worth what it would have been (momentum correction); the momentum of a sent value begins anew
 (factor masking); each rank clips its own gradient; and the part that is sent shrinks to its final size over the first
-steps. The values are chosen among all parameters together, not of each by itself: at the same number of bytes that is
-closer to uncompressed training, because layers differ in how much of their gradient is in few values.
+steps. Two things differ. The values are chosen among all parameters together, not of each by itself: at the same number
+of bytes that is closer to uncompressed training, because layers differ in how much of their gradient is in few values.
+And a gradient is multiplied with the learning rate of the step that it is of, not with that of the step in which it is
+sent, so that a schedule does not change what waits.
 """
 
 from __future__ import annotations
@@ -88,8 +90,7 @@ class TopK(Exchange):
         self._left = slots.zeros()
         self._velocity = slots.zeros() if corrects_momentum else None
         self._next: tuple[Tensor, Tensor | None] = (self._left, self._velocity)
-        ends = torch.tensor(slots.sizes, device=slots.device).cumsum(0)
-        self._owner_of = lambda index: torch.bucketize(index, ends, right=True)
+        self._ends = torch.tensor(slots.sizes, device=slots.device).cumsum(0)
         self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
     def ratio_now(self) -> float:
@@ -115,6 +116,10 @@ class TopK(Exchange):
             velocity[index] = torch.where(seen == 0, velocity[index], 0.0)
         self._next = (left, velocity)
         return common.div_(self.wire.num_ranks)
+
+    def _owner_of(self, index: Tensor) -> Tensor:
+        """The number of the tensor that each place is in."""
+        return torch.bucketize(index, self._ends, right=True)
 
     def _form(self, count: int) -> Form:
         values = self._values
@@ -144,37 +149,37 @@ class TopK(Exchange):
         for parameter, own, moving, waiting, flag in rows:
             if not flag:
                 continue
-            group = self._groups.get(id(parameter), {})
-            momentum = float(group.get("momentum", 0.0))
+            group = self._groups.get(id(parameter))
+            if group is None:
+                continue  # it has a gradient, but the optimizer was not given it
+            momentum = float(group["momentum"])
             begun = self._optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
             moving.mul_(momentum).add_(own, alpha=1.0 - float(group["dampening"]) if begun and momentum else 1.0)
-            waiting.add_(moving if not group.get("nesterov") else own.add(moving, alpha=momentum))
+            change = own.add(moving, alpha=momentum) if group["nesterov"] else moving
+            waiting.add_(change, alpha=float(group["lr"]) * (1.0 if group["maximize"] else -1.0))
         return left, velocity
 
     def apply(self, step: Callable[[], None]) -> None:
-        """With momentum corrected, what was exchanged is the update itself, momentum and all.
+        """With momentum corrected, what was exchanged is the change of the weights itself.
 
-        The optimizer's own step then runs on gradients of zero: it moves what all ranks know anyway, its weight decay
-        and whatever momentum it had before, by its own rules. The exchanged update comes on top. The sum is what SGD
+        The optimizer's own step then runs on gradients of zero: it does what all ranks know anyway, its weight decay
+        and whatever momentum it had before, by its own rules. The exchanged change comes on top. The sum is what SGD
         does, because all of that is linear.
         """
         if not self._corrects_momentum:
             step()
             return
-        updates = [(p, p.grad) for p in self.slots.parameters if p.grad is not None]
-        for parameter, update in updates:
-            parameter.grad = torch.zeros_like(update)
+        changes = [(p, p.grad) for p in self.slots.parameters if p.grad is not None]
+        for parameter, change in changes:
+            parameter.grad = torch.zeros_like(change)
         step()
-        for parameter, update in updates:
-            group = self._groups.get(id(parameter))
-            if group is not None:
-                rate = float(group["lr"])
-                parameter.detach().add_(update, alpha=rate if group["maximize"] else -rate)
+        for parameter, change in changes:
+            parameter.detach().add_(change)
 
     # -- state --------------------------------------------------------------------------------------------------
 
     def vectors(self) -> dict[str, Tensor]:
-        # Under other names where momentum is in it: it is then an update that waits, not a gradient.
+        # Under other names where momentum is in it: it is then a change of weights that waits, not a gradient.
         if self._velocity is None:
             return {"gradient": self._left}
         return {"update": self._left, "velocity": self._velocity}

@@ -1,0 +1,244 @@
+"""What a process makes of an environment that mpirun or torchrun has left, and what it refuses there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rung import processes
+from rung.cli import main
+from rung.config import Resolved, RunConfig
+from rung.environment import (
+    Place,
+    environment_local_rank,
+    environment_local_size,
+    environment_rank,
+    environment_size,
+    outside_place,
+)
+from rung.errors import ConfigError, EnvironmentProblem, StrategyError
+from rung.launch.outside import fit_to_place, refuse_over_mpi, spread
+from rung.mpi import library
+from rung.store import open_store
+from rung.strategy import parse
+from rung.world import choose_backend, choose_device
+from tests.tasks import EXAMPLES
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-7@1",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "job",
+}
+PLACE = Place("mpirun", 0, 4, 0, 4, "job")
+
+
+def say(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name in (*OPEN_MPI, *MPICH, *TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH, TORCHRUN], ids=["open mpi", "mpich", "torchrun"])
+def test_ranks_and_sizes_come_from_whoever_started_the_process(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    say(monkeypatch, variables)
+    place = outside_place()
+    assert place is not None
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 8, 1, 2)
+    assert not place.is_main and not place.is_one_machine and place.job
+    found = environment_rank(), environment_size(), environment_local_rank(), environment_local_size()
+    assert found == (3, 8, 1, 2)
+
+
+def test_words_of_torch_count_before_those_of_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rung's own ranks may have been started from a shell that mpirun had started."""
+    say(monkeypatch, {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2"})
+    assert (environment_rank(), environment_size(), environment_local_size()) == (0, 2, 2)
+
+
+def test_what_slurm_sets_for_every_job_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, {"PMI_RANK": "1", "PMI_SIZE": "2"})
+    assert outside_place() is None
+    assert environment_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"nproc": "2"}, "--nproc 2 and mpirun's 4 processes"),
+        ({"nproc": "2:4"}, "--nproc 2:4 and mpirun's 4 processes"),
+        ({"nnodes": "2"}, "--nnodes 2 is for Rung's own launcher. This job was started by mpirun"),
+        ({"rdzv": "head:29400"}, "--rdzv head:29400 is for Rung's own launcher"),
+        ({"max_restarts": 3}, "--max-restarts 3 is for Rung's own launcher"),
+    ],
+)
+def test_what_only_a_launcher_can_do_is_refused(settings: dict[str, str | int], words: str) -> None:
+    config = RunConfig(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=words):
+        fit_to_place(Resolved(config, origins=dict.fromkeys(settings, "flag")), PLACE)
+    # A run that was started otherwise goes on without it.
+    kept = fit_to_place(Resolved(config, origins=dict.fromkeys(settings, "run")), PLACE).config
+    assert kept == RunConfig()
+
+
+def test_settings_that_agree_with_the_place_are_taken() -> None:
+    config = RunConfig(nproc="4", max_restarts=0)
+    assert fit_to_place(Resolved(config, origins={"nproc": "flag"}), PLACE).config == config
+
+
+def test_the_layout_follows_the_number_of_ranks() -> None:
+    strategy, layout, terms = spread(RunConfig(), PLACE)
+    assert (strategy, layout.num_ranks, terms.processes) == ("ddp", 4, (4, 4))
+    with pytest.raises(StrategyError, match="Use mpirun -n 2"):
+        spread(RunConfig(strategy="pp2"), PLACE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "strategy", "words"),
+    [
+        ({}, "ps", "ps sends its tensors as calls over RPC"),
+        ({}, "rpc-pp", "rpc-pp4 sends its tensors as calls over RPC"),
+        ({"compress": "fp16"}, "ddp", "--compress fp16 saves nothing over MPI"),
+    ],
+)
+def test_what_mpi_lacks_is_refused_by_name(settings: dict[str, str], strategy: str, words: str) -> None:
+    layout = parse(strategy, 4)
+    with pytest.raises(ConfigError, match=words):
+        refuse_over_mpi(RunConfig(backend="mpi", **settings), layout)  # type: ignore[arg-type]
+    refuse_over_mpi(RunConfig(**settings), layout)  # type: ignore[arg-type]
+
+
+def test_gpu_tensors_do_not_go_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(EnvironmentProblem, match="--backend mpi carries what lies in host memory"):
+        choose_device("auto", "mpi", 0, 4)
+    assert choose_device("cpu", "mpi", 0, 4).type == "cpu"
+
+
+def test_the_backend_needs_mpirun_and_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    say(monkeypatch, {})
+    with pytest.raises(EnvironmentProblem, match=r"needs processes that MPI has started: `mpirun -n 4 rung train"):
+        choose_backend("mpi", cpu)
+    say(monkeypatch, OPEN_MPI)
+    monkeypatch.setattr(library, "is_installed", lambda: False)
+    with pytest.raises(EnvironmentProblem, match=r"mpi4py, which is not installed: pip install 'rung\[mpi\]'"):
+        choose_backend("mpi", cpu)
+    monkeypatch.setattr(library, "is_installed", lambda: True)
+    assert choose_backend("mpi", cpu, parse("fsdp", 8)) == "mpi4py"
+
+
+def test_torchs_own_mpi_is_taken_where_it_was_built_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not by layouts with several groups, which wait for each other there."""
+    say(monkeypatch, OPEN_MPI)
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
+    monkeypatch.setattr(library, "is_installed", lambda: False)
+    assert choose_backend("mpi", torch.device("cpu"), parse("ddp", 8)) == "cpu:mpi"
+    with pytest.raises(EnvironmentProblem, match="mpi4py"):
+        choose_backend("mpi", torch.device("cpu"), parse("hsdp", 8))
+
+
+def test_without_a_launcher_the_command_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(EXAMPLES / "babycnn"), "--nproc", "2", "--backend", "mpi", "--set", "device=cpu"]) == 2
+    assert "--backend mpi needs processes that MPI has started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["verify", "explain"])
+def test_commands_of_one_process_are_done_by_one_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    say(monkeypatch, OPEN_MPI)
+    assert main([command, "nowhere"]) == 0
+    assert capsys.readouterr().err == ""
+    if command == "verify":
+        say(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"})
+        assert main(["verify", "nowhere"]) == 2
+        assert "`rung verify` starts processes of its own, and mpirun has started 8" in capsys.readouterr().err
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_one_machine_meet_without_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    say(monkeypatch, {})
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    found = {}
+
+    def meet(rank: int) -> None:
+        found[rank] = open_store(Place("mpirun", rank, 3, rank, 3, "a job"), over_mpi=False)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len({store.port for store in found.values()}) == 1
+    found[1].set("word", "told")
+    assert found[2].get("word") == b"told"
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o077 == 0
+    assert not list(folder.iterdir()), "nothing stays behind"
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    say(monkeypatch, {})
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    folder = tmp_path / f"rung-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(EnvironmentProblem, match="is open to other users"):
+        open_store(Place("mpirun", 1, 2, 1, 2, "a job"), over_mpi=False)
+
+
+def test_several_machines_without_mpi4py_must_be_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, {})
+    monkeypatch.setattr(library, "is_installed", lambda: False)
+    with pytest.raises(EnvironmentProblem, match="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"):
+        open_store(Place("mpirun", 0, 4, 0, 2, "a job"), over_mpi=False)
+
+
+def test_an_mpi_of_another_kind_than_mpiruns_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by itself, MPI has one rank: as where mpi4py loads another library than mpirun's."""
+    if not library.is_installed():
+        pytest.skip("mpi4py is not installed")
+    script = "from rung.mpi import library; library.start()"
+    told = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE"))}
+    told.update(MPICH)
+    done = subprocess.run([sys.executable, "-c", script], env=told, capture_output=True, text=True, check=False)
+    assert "rank 3 of 8, and the library that mpi4py has loaded, rank 0 of 1: they are of different MPIs" in done.stderr
+
+
+# -- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_cores_are_divided_unless_the_launcher_has_bound_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = {0: set(range(16)), os.getppid(): set(range(16))}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid])
+    assert processes.share_of_cores(4) == 4
+    cores[0] = {1, 2}
+    assert processes.share_of_cores(4) == 2
+    assert processes.share_of_cores(32) == 1
