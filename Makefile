@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint bench bench-gpu bench-bubble bench-checkpoint chaos clean
+.PHONY: demo test test-all lint bench bench-gpu bench-bubble bench-checkpoint bench-compression chaos clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -43,6 +43,10 @@ bench-gpu: .venv/bench
 
 bench-bubble: .venv/rung
 	$(BIN)/python -m benchmarks.bubble
+
+# Makes network namespaces, so it needs root: half an hour.
+bench-compression: .venv/rung
+	$(BIN)/python -m benchmarks.compression
 
 bench-checkpoint: .venv/rung
 	$(BIN)/python -m benchmarks.saving

@@ -198,7 +198,7 @@ def main() -> None:
     lines = summarise(rows, options.margin)
     for line in lines:
         print(
-            f"{line['method']:<15} gap {line['gap_percent']:+.2f} %, {line['times_fewer_bytes']:.0f} times fewer bytes, "
+            f"{line['method']:<15} gap {line['gap_percent']:+.2f} %, {line['times_fewer_bytes']:.0f} x fewer bytes, "
             + ", ".join(f"{key} {value:.2f}" for key, value in line.items() if "quicker" in key and value is not None)
         )
     content = {

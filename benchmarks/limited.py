@@ -1,4 +1,4 @@
-"""Two machines of our own making with a cable of limited speed between them: network namespaces and `tc`. Needs root."""
+"""Two machines of our own making with a slow cable between them: network namespaces and `tc`. Needs root."""
 
 from __future__ import annotations
 

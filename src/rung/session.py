@@ -4,8 +4,8 @@
         for batch in my_batches():
             stats = session.step(batch)
 
-Start the script with torchrun for several processes. Every rank passes the same global batch; Rung takes the rank's
-own rows of it.
+Start the script with torchrun or mpirun for several processes. Every rank passes the same global batch; Rung takes the
+rank's own rows of it.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ class Session:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self.close()
+        self._stack.__exit__(kind, error, trace)
 
     def _window(self, batch: Any) -> Window:
         num_rows = _num_rows(batch)

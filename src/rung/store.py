@@ -51,6 +51,10 @@ def open_store(place: Place, *, over_mpi: bool) -> TCPStore:
 
 
 def _meet_over_mpi(place: Place, world: MPI.Intracomm) -> TCPStore:
+    # MPI's own way of waiting takes a core, which ranks that are still importing may need.
+    arrived = world.Ibarrier()
+    while not arrived.Test():
+        time.sleep(_LOOK_SECONDS)
     names = world.allgather(socket.gethostname())
     if place.is_main:
         store = _listen()

@@ -228,6 +228,7 @@ class World:
             self._calls.abandon() if self.layout.kind == "ps-async" else self._calls.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        fakes.forget_meshes()
 
 
 @contextlib.contextmanager
@@ -320,7 +321,6 @@ def pretend_world(layout: Layout, *, rank: int = 0, device: str = "cpu", fake: b
             yield world
     finally:
         world.close()
-        fakes.forget_meshes()
 
 
 def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from rung.batches import Batches, Cut
+from rung.checkpoint import Sites, restore
 from rung.cli import main
 from rung.config import RunConfig
+from rung.keeper import find_state
 from rung.record import Recorder
 from rung.runtime import build_runtime
+from rung.runtime.measure import weighted
 from rung.status import StatusWriter
 from rung.strategy import parse
 from rung.task import Task
@@ -22,6 +27,7 @@ from rung.train import make_batches
 from rung.world import World, environment_size, open_world
 from tests.checkpoints import legs
 from tests.harness import on_ranks
+from tests.multi.test_state_copies import _steps
 from tests.parity import by_hand
 from tests.tasks import dropping_task, image_data, image_task, padded_task, text_task
 
@@ -229,9 +235,6 @@ def test_a_resumed_run_is_the_same_bit_by_bit(settings: dict[str, Any], tmp_path
 
 def _pending(config: RunConfig, folder: str) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
     """What this rank begins with after a resume: notes, its own state, and the optimizer's momentum."""
-    from rung.checkpoint import Sites, restore
-    from rung.keeper import find_state
-
     with open_world(parse(config.strategy or "ddp", environment_size()), device="cpu", timeout_seconds=60) as world:
         checkpoint = find_state(Path(folder), Sites(world, Path(folder)), resume=True)
         assert checkpoint is not None
@@ -244,7 +247,7 @@ def _pending(config: RunConfig, folder: str) -> tuple[list[str], dict[str, Any],
         for name, parameter in runtime.model.named_parameters():
             buffer = runtime.optimizer.state.get(parameter, {}).get("momentum_buffer")
             if buffer is not None:
-                momentum[name] = buffer.numpy()
+                momentum[name] = (buffer.full_tensor() if isinstance(buffer, DTensor) else buffer).numpy()
         weights = {f"weight {name}": value.numpy() for name, value in runtime.named_weights()}
         return runtime.notes, own, {**momentum, **weights}
 
@@ -260,14 +263,26 @@ def test_other_ranks_get_the_mean_of_what_was_still_to_be_sent(tmp_path: Path) -
             mean = (torch.as_tensor(before[0][1][name]) + torch.as_tensor(before[1][1][name])) / 2
             assert mean.abs().max() > 0
             torch.testing.assert_close(torch.as_tensor(vector), mean, rtol=1e-12, atol=0)
-    # Without --compress it is dropped, but for the momentum, which SGD gets back.
-    ((notes, _, alone),) = on_ranks(_pending, 1, replace(config, strategy="single", compress="none"), str(tmp_path))
+    # Without --compress it is dropped, but for the momentum, which SGD gets back, whole or cut.
+    notes, _, alone = on_ranks(_pending, 2, replace(config, strategy="zero3", compress="none"), str(tmp_path))[0]
     assert any("is dropped" in note for note in notes)
     velocity = sum(torch.as_tensor(own["velocity"]) for _, own, _ in before) / 2
     held = {name: value for name, value in alone.items() if not name.startswith("weight ")}
     given = {name: value for name, value in before[0][2].items() if not name.startswith("weight ")}
     gained = torch.cat([torch.as_tensor(held[name] - given[name]).reshape(-1) for name in held])
     torch.testing.assert_close(gained, velocity, rtol=1e-9, atol=1e-15)
+
+
+def test_a_failed_exchange_leaves_the_state_of_the_step_before(tmp_path: Path) -> None:
+    """One rank fails in backward, the other then in the exchange: both still have what they had, and save it."""
+    config = replace(FP64, precision="fp32", compress="topk:0.1", steps=6)
+    places = [str(tmp_path / "run")] * 2
+    told = on_ranks(_steps, 2, padded_task, "ddp", config, places, 4, "backward")
+    assert all(rescued for _, _, rescued in told)
+    began, state, _ = on_ranks(_steps, 2, padded_task, "ddp", config, places, 6)[0]
+    assert began == 3
+    _, whole = legs(padded_task, config, tmp_path / "whole", [("ddp", 2, 6)])
+    assert all(torch.equal(torch.as_tensor(state[name]), value) for name, value in whole.items())
 
 
 # -- local steps --------------------------------------------------------------------------------------------------
@@ -279,7 +294,7 @@ def _meet_in_every_step(runtime: Any) -> None:
 
 
 def test_local_steps_that_meet_every_time_are_ddp() -> None:
-    """SGD with momentum, ragged shares, loss weights, batch norm over all ranks, micro-batches, 2 samples on 3 ranks."""
+    """SGD with momentum, ragged shares, loss weights, batch norm over all ranks, micro-batches, 2 samples on 3."""
     local = {"local_steps": 2}
     cases: list[Case] = [
         (image_task, {**local, "micro_batch": 3}),
@@ -291,9 +306,6 @@ def test_local_steps_that_meet_every_time_are_ddp() -> None:
 
 def _diloco_by_hand(world: World, config: RunConfig) -> dict[str, torch.Tensor]:
     """The same with torch's own SGD as the outer optimizer, on the mean of two models that train apart."""
-    from rung.batches import Batches, Cut
-    from rung.runtime.measure import weighted
-
     task = padded_task()
     torch.manual_seed(config.seed)
     start = task.model().double()
@@ -304,7 +316,9 @@ def _diloco_by_hand(world: World, config: RunConfig) -> dict[str, torch.Tensor]:
         copies.append((copy, task.optimizer(copy)))
     outer = torch.optim.SGD(start.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     readers = [
-        iter(Batches(task.train_data(), Cut(config.batch_size, 2, rank, None), seed=config.seed, num_steps=config.steps))
+        iter(
+            Batches(task.train_data(), Cut(config.batch_size, 2, rank, None), seed=config.seed, num_steps=config.steps)
+        )
         for rank in range(2)
     ]
     for step in range(config.steps or 0):

@@ -29,6 +29,7 @@ from rung.mpi import library
 from rung.store import open_store
 from rung.strategy import parse
 from rung.world import choose_backend, choose_device
+from tests.mpi import support_table
 from tests.tasks import EXAMPLES
 
 OPEN_MPI = {
@@ -230,6 +231,11 @@ def test_an_mpi_of_another_kind_than_mpiruns_is_noticed(monkeypatch: pytest.Monk
     told.update(MPICH)
     done = subprocess.run([sys.executable, "-c", script], env=told, capture_output=True, text=True, check=False)
     assert "rank 3 of 8, and the library that mpi4py has loaded, rank 0 of 1: they are of different MPIs" in done.stderr
+
+
+def test_the_docs_have_the_table_of_what_is_tested() -> None:
+    """Paste the output of `python -c "from tests.mpi import support_table; print(support_table())"`."""
+    assert support_table() in (EXAMPLES.parent / "docs" / "mpi.md").read_text()
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------

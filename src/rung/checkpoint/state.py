@@ -2,7 +2,7 @@
 
     model/<name>                a parameter or buffer of the module, by its own name
     optimizer/<name>/<key>      what the optimizer keeps for that parameter
-    rank/<number>/<what>        random generators, of use on the same topology alone
+    rank/<number>/<what>        random generators, of use on the same topology alone; see also `own`
 
 Tensors are listed as they live on this rank: DTensors where they are cut, so that torch's planner knows which part of
 the whole they are. Everything else is small and goes into the manifest.

@@ -1,7 +1,7 @@
 """The operations of a process group over an MPI communicator.
 
-Data travels as bytes, and half types are added up in fp32. MPI counts in an `int`, and so do some libraries the bytes of
-a message: what is larger goes in parts. A reduce-scatter is an exchange of parts and torch's own sum over them, because
+Data travels as bytes, and half types are added up in fp32. MPI counts in an `int`, and so do some libraries the bytes
+of a message: what is larger goes in parts. A reduce-scatter is an exchange of parts and torch's own sum over them, because
 MPI's brings everything to one rank first. Tensors are read and written in place where they are contiguous.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -67,8 +68,8 @@ def start() -> MPI.Intracomm:
             f"this MPI ({_describe(MPI)}) does not let several threads call it (MPI_THREAD_MULTIPLE), which saving in "
             "the background needs. Use --backend gloo."
         )
-    atexit.unregister(MPI.Finalize)
-    atexit.register(MPI.Finalize)
+    atexit.unregister(finish)
+    atexit.register(finish)
     return world
 
 
@@ -85,26 +86,19 @@ def register() -> str:
 
 
 def finish() -> None:
-    """Leave MPI in good order, together with all ranks; mpirun takes a process that does not for a failed one."""
-    if is_started():
-        from mpi4py import MPI
+    """Leave MPI in good order, together with all ranks; mpirun takes a process that does not for a failed one.
 
-        atexit.unregister(MPI.Finalize)
-        MPI.Finalize()
+    Not after an error that nobody caught: this would wait for the others, and they for what this rank did not do.
+    """
+    atexit.unregister(finish)
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None and not module.Is_finalized() and getattr(sys, "last_value", None) is None:
+        module.Finalize()
 
 
 def forsake() -> None:
-    """After a failure: end without the others, for which leaving in good order would wait."""
-    if is_started():
-        from mpi4py import MPI
-
-        atexit.unregister(MPI.Finalize)
-
-
-def is_started() -> bool:
-    import sys
-
-    return "mpi4py.MPI" in sys.modules and not sys.modules["mpi4py.MPI"].Is_finalized()
+    """After a failure: end without the others."""
+    atexit.unregister(finish)
 
 
 def _describe(module: Any) -> str:
