@@ -1,8 +1,8 @@
 """The operations of a process group over an MPI communicator.
 
 Data travels as bytes, and half types are added up in fp32. MPI counts in an `int`, and so do some libraries the bytes
-of a message: what is larger goes in parts. A reduce-scatter is an exchange of parts and torch's own sum over them, because
-MPI's brings everything to one rank first. Tensors are read and written in place where they are contiguous.
+of a message: what is larger goes in parts. A reduce-scatter is an exchange of parts and torch's own sum over them,
+because MPI's brings everything to one rank first. Tensors are read and written in place where they are contiguous.
 """
 
 from __future__ import annotations
