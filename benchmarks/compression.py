@@ -35,16 +35,16 @@ from rung.train import make_batches, make_eval_batches
 from rung.world import World, open_world
 
 _TASK = "examples/gpt"
-_MODEL = {"model.layers": 2, "model.width": 128, "model.heads": 4}
+_MODEL = {"model.layers": 2, "model.width": 96, "model.heads": 4}
 _CONTEXT = {"model.context": 32, "train_data.context": 32, "eval_data.context": 32}
-_OPTIMIZER = {"optimizer.kind": "sgd", "optimizer.lr": 0.1, "optimizer.weight_decay": 0.0}
+_OPTIMIZER = {"optimizer.kind": "sgd", "optimizer.lr": 0.1, "optimizer.weight_decay": 0.0, "schedule.floor": 0.1}
 _BASE = RunConfig(strategy="ddp", batch_size=8, clip=1.0, device="cpu", eval_every="never", log_every=10)
 METHODS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fp16": {"compress": "fp16"},
     "bf16": {"compress": "bf16"},
     "powersgd:2": {"compress": "powersgd:2"},
-    "topk:0.01": {"compress": "topk:0.01", "topk_values": "sign", "compress_warmup": 0},
+    "topk:0.009": {"compress": "topk:0.009", "topk_values": "sign", "compress_warmup": 0},
     "onebit": {"compress": "onebit"},
     "ternary": {"compress": "ternary"},
     "local-steps 16": {"local_steps": 16},
@@ -177,7 +177,7 @@ def _when(row: dict[str, Any], loss: float) -> tuple[int, float, int, float] | N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="NAME")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--margin", type=float, default=0.02, help="by which the fixed loss is above that of ddp")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/compression.json"))

@@ -154,13 +154,15 @@ def optimizer(model, kind="adamw", lr=3e-3, weight_decay=0.1, momentum=0.9):
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
-def schedule(optimizer, total_steps):
+def schedule(optimizer, total_steps, floor=0.0):
+    """Up over the first steps, then down to `floor` of the rate."""
     warm_up = max(1, min(50, total_steps // 10))
+    least = floor * optimizer.defaults["lr"]
     return torch.optim.lr_scheduler.SequentialLR(
         optimizer,
         [
             torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=warm_up),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, total_steps - warm_up)),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, total_steps - warm_up), least),
         ],
         [warm_up],
     )

@@ -89,9 +89,9 @@ def parent_has_terminal() -> bool:
 
 
 def machine_name() -> str:
-    """The same for all processes of a machine, and another one on others, whatever they are called."""
+    """The same for all processes of a machine or container, and another one elsewhere: names alone may be alike."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+            return f"{socket.gethostname()}-{file.read()[:8]}"
     except OSError:
         return socket.gethostname()

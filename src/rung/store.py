@@ -7,6 +7,7 @@ user has to say it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,12 +29,18 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LOOPBACK = "127.0.0.1"
+_SOMEWHERE = "192.0.2.1"  # nobody's address; the way to it is the default route
 _MEET_SECONDS = 300.0  # ranks read the task and import torch before they come here, some of them on a slow disk
 _LOOK_SECONDS = 0.02
 
 
 def open_store(place: Place, *, over_mpi: bool) -> TCPStore:
     """The store of the job. All ranks call it; rank 0's lives as long as the object."""
+    with library.leaving_on_error():
+        return _open(place, over_mpi)
+
+
+def _open(place: Place, over_mpi: bool) -> TCPStore:
     if has_store():
         host, port, is_kept = store_address()
         return TCPStore(host, port, None, place.is_main and not is_kept, wait_for_workers=False, multi_tenant=True)
@@ -71,16 +78,14 @@ def _meet_over_mpi(place: Place, world: MPI.Intracomm) -> TCPStore:
 
 
 def _addresses(names: list[str], place: Place) -> list[str]:
-    """Under what rank 0 may be reached: the addresses from which it reaches the others, and its name."""
+    """Under what rank 0 may be reached: the addresses from which it reaches the others or the world, and its name."""
     if place.is_one_machine:
         return [_LOOPBACK]
-    found = [names[0]]
-    for name in dict.fromkeys(names[1:]):
-        try:
-            found.insert(0, address_towards(name, 1))
-        except EnvironmentProblem:  # not every name resolves everywhere
-            continue
-    return [address for address in dict.fromkeys(found) if not address.startswith("127.")] or found
+    found = []
+    for name in (*dict.fromkeys(names[1:]), _SOMEWHERE):
+        with contextlib.suppress(EnvironmentProblem):  # not every name resolves everywhere
+            found.append(address_towards(name, 1))
+    return [address for address in dict.fromkeys([*found, names[0]]) if not address.startswith("127.")]
 
 
 def _meet_in_file(place: Place) -> TCPStore:

@@ -263,26 +263,22 @@ def open_world(
     num_processes, joins = size, layout.kind != "ps-async" or layout.is_server(rank)
     if layout.kind == "ps-async":
         size = layout.servers if joins else 1
-    if joins:
-        _join_group(name, rank, size, timeout)
-    world = World(layout, rank, size, local_rank, where, name, None, timeout=timeout)
-    if layout.kind == "mesh":
-        world.mesh = _make_mesh(layout, where)
-    elif layout.servers and layout.kind != "ps-async":
-        world._trainers = dist.new_group(list(range(layout.servers, size)), timeout=timeout)
-    if layout.uses_rpc:
-        from rung.rpc import Calls
+    with mpi.leaving_on_error():
+        if joins:
+            _join_group(name, rank, size, timeout)
+        world = World(layout, rank, size, local_rank, where, name, None, timeout=timeout)
+        if layout.kind == "mesh":
+            world.mesh = _make_mesh(layout, where)
+        elif layout.servers and layout.kind != "ps-async":
+            world._trainers = dist.new_group(list(range(layout.servers, size)), timeout=timeout)
+        if layout.uses_rpc:
+            from rung.rpc import Calls
 
-        threads = max(32, 2 * num_processes + 8)  # a call that waits holds one
-        world._calls = Calls(rank, num_processes, host=rpc_host, timeout_seconds=timeout_seconds, threads=threads)
-    try:
+            threads = max(32, 2 * num_processes + 8)  # a call that waits holds one
+            world._calls = Calls(rank, num_processes, host=rpc_host, timeout_seconds=timeout_seconds, threads=threads)
         yield world
-    except BaseException:
-        # No goodbye: destroying a group whose peers are gone can block. The process is about to end.
-        mpi.forsake()
-        raise
-    else:
-        world.close()
+    # No goodbye after an error: destroying a group whose peers are gone can block, and the process is about to end.
+    world.close()
 
 
 def _join_group(backend: str, rank: int, size: int, timeout: datetime.timedelta) -> None:

@@ -31,6 +31,7 @@ from rung.version import VERSION
 
 if TYPE_CHECKING:
     from rung.launch.meeting import Meeting
+    from rung.launch.outside import Gathering
     from rung.loop import Summary
     from rung.train import Job
 
@@ -195,8 +196,25 @@ def _run(
 def _take_part(path: str | Path, plan: Plan, place: Place, run: Path | None) -> int:
     """Train in this process, which is one rank of several."""
     from rung.launch.outside import Gathering, run_rank
+    from rung.mpi.library import leaving_on_error
 
-    gathering = Gathering(place, plan.config.backend)
+    with leaving_on_error():
+        gathering = Gathering(place, plan.config.backend)
+        folder = _agree_on_folder(path, plan, gathering, run)
+        started = time.monotonic()
+
+        def farewell(summary: Summary, console: Console) -> None:
+            if summary.stopped:
+                _say(console, _farewell(Stopped(summary.steps, is_saved=True), path, folder))
+            else:
+                _say_done(console, summary, folder, time.monotonic() - started)
+
+        run_rank(_job(path, plan, folder, is_resumed=run is not None), gathering, plan.terms, farewell)
+
+
+def _agree_on_folder(path: str | Path, plan: Plan, gathering: Gathering, run: Path | None) -> Path:
+    """The run's directory, which rank 0 chooses."""
+    place = gathering.place
     _compare_settings(
         plan, path, lambda own: gathering.from_main("settings", lambda: own), f"rank {place.rank}", "rank 0"
     )
@@ -209,15 +227,7 @@ def _take_part(path: str | Path, plan: Plan, place: Place, run: Path | None) -> 
     elif place.local_rank == 0:  # its machine may have a disk of its own
         agreed = gathering.from_main("run", str)
         _take_folder(plan, folder, lambda _: agreed, is_new=run is None)
-    started = time.monotonic()
-
-    def farewell(summary: Summary, console: Console) -> None:
-        if summary.stopped:
-            _say(console, _farewell(Stopped(summary.steps, is_saved=True), path, folder))
-        else:
-            _say_done(console, summary, folder, time.monotonic() - started)
-
-    run_rank(_job(path, plan, folder, is_resumed=run is not None), gathering, plan.terms, farewell)
+    return folder
 
 
 def _job(path: str | Path, plan: Plan, folder: Path, *, is_resumed: bool) -> Job:

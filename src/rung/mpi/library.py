@@ -6,9 +6,11 @@ torch refuses the name "mpi" in wheels that were built without it, so the backen
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.util
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -41,7 +43,7 @@ def refuse_if_impossible(*, needs_library: bool = True) -> None:
 
 
 def start() -> MPI.Intracomm:
-    """MPI's world, started if it was not. It ends with the process, unless `forsake` is called."""
+    """MPI's world, started if it was not. It ends with the process."""
     place = mpi_place()
     import mpi4py
 
@@ -96,9 +98,14 @@ def finish() -> None:
         module.Finalize()
 
 
-def forsake() -> None:
-    """After a failure: end without the others."""
-    atexit.unregister(finish)
+@contextlib.contextmanager
+def leaving_on_error() -> Iterator[None]:
+    """Around what ranks do together: one that fails ends without the others, for which `finish` would wait."""
+    try:
+        yield
+    except BaseException:
+        atexit.unregister(finish)
+        raise
 
 
 def _describe(module: Any) -> str:
