@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rung import processes
+from rung import processes, store
 from rung.cli import main
 from rung.config import Resolved, RunConfig
 from rung.environment import (
@@ -26,7 +26,6 @@ from rung.environment import (
 from rung.errors import ConfigError, EnvironmentProblem, StrategyError
 from rung.launch.outside import fit_to_place, refuse_over_mpi, spread
 from rung.mpi import library
-from rung.store import open_store
 from rung.strategy import parse
 from rung.world import choose_backend, choose_device
 from tests.mpi import support_table
@@ -189,14 +188,14 @@ def test_ranks_of_one_machine_meet_without_mpi(monkeypatch: pytest.MonkeyPatch, 
     found = {}
 
     def meet(rank: int) -> None:
-        found[rank] = open_store(Place("mpirun", rank, 3, rank, 3, "a job"), over_mpi=False)
+        found[rank] = store.open_store(Place("mpirun", rank, 3, rank, 3, "a job"), over_mpi=False)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in (2, 1, 0)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len({store.port for store in found.values()}) == 1
+    assert len({kept.port for kept in found.values()}) == 1
     found[1].set("word", "told")
     assert found[2].get("word") == b"told"
     (folder,) = tmp_path.iterdir()
@@ -212,14 +211,26 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch: pytest.Mo
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(EnvironmentProblem, match="is open to other users"):
-        open_store(Place("mpirun", 1, 2, 1, 2, "a job"), over_mpi=False)
+        store.open_store(Place("mpirun", 1, 2, 1, 2, "a job"), over_mpi=False)
 
 
 def test_several_machines_without_mpi4py_must_be_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, {})
     monkeypatch.setattr(library, "is_installed", lambda: False)
     with pytest.raises(EnvironmentProblem, match="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"):
-        open_store(Place("mpirun", 0, 4, 0, 2, "a job"), over_mpi=False)
+        store.open_store(Place("mpirun", 0, 4, 0, 2, "a job"), over_mpi=False)
+
+
+def test_rank_0_is_looked_for_at_addresses_that_others_may_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def towards(name: str, port: int) -> str:
+        if name == "unknown":
+            raise EnvironmentProblem("no such name")
+        return {"near": "10.0.0.1", "itself": "127.0.1.1"}.get(name, "192.168.0.9")
+
+    monkeypatch.setattr(store, "address_towards", towards)
+    names = ["head", "itself", "near", "unknown", "near"]
+    assert store._addresses(names, Place("mpirun", 0, 5, 0, 2)) == ["10.0.0.1", "192.168.0.9", "head"]
+    assert store._addresses(names, Place("mpirun", 0, 5, 0, 5)) == ["127.0.0.1"]
 
 
 def test_an_mpi_of_another_kind_than_mpiruns_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

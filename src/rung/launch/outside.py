@@ -39,8 +39,8 @@ from rung.strategy import Layout, default_name, parse
 from rung.train import Job, worker
 
 _GOODBYE_SECONDS = 10.0
-# What only Rung's own launcher can do, and the value that asks for nothing of the kind.
 _SIZE_FLAGS = {"mpirun": "mpirun -n", "torchrun": "torchrun --nproc-per-node"}
+# What only Rung's own launcher can do, and the value that asks for nothing of the kind.
 _LAUNCHERS = {"nnodes": "1", "rdzv": None, "max_restarts": None}
 
 
@@ -187,9 +187,11 @@ def run_rank(job: Job, gathering: Gathering, terms: Terms, farewell: Callable[[S
             summary = worker(job, status)
             wait_for_threads()
         except BaseException as error:
-            say_last_words(state, place.rank, board, error)
-            peers.wait_for_report()
-            os._exit(1)
+            try:
+                say_last_words(state, place.rank, board, error)
+                peers.wait_for_report()
+            finally:
+                os._exit(1)
         peers.stop()
     gathering.part(lambda: farewell(summary, console))
     if place.local_rank == 0:

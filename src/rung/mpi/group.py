@@ -81,28 +81,18 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
         begun = _Begun()
         for tensor in tensors:
             how = self._reduction(opts, tensor, "all_reduce")
-            buffer = _as(how.dtype, tensor)
-            for start, count in self._parts(buffer):
-                part = [memory(buffer, start, count), count, how.datatype]
-                begun.requests.append(self._communicator.Iallreduce(MPI.IN_PLACE, part, how.op))
-            begun.endings.append(partial(self._settle, how, buffer, tensor))
-            begun.holds.append(buffer)
+            self._reduce_everywhere(begun, how, _as(how.dtype, tensor), tensor)
         return self._follow("all_reduce", begun, tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> MpiWork:
-        """Tensors of ranks other than the root are left as they are."""
+        """Tensors of ranks other than the root are left as they are. MPI's own goes in rounds of a few kilobytes."""
         begun = _Begun()
         (tensor,) = tensors
         how = self._reduction(opts, tensor, "reduce")
-        buffer = _as(how.dtype, tensor)
-        is_root = self.rank() == opts.rootRank
-        for start, count in self._parts(buffer):
-            part = [memory(buffer, start, count), count, how.datatype]
-            sent, received = (MPI.IN_PLACE, part) if is_root else (part, None)
-            begun.requests.append(self._communicator.Ireduce(sent, received, how.op, opts.rootRank))
-        begun.holds.append(buffer)
-        if is_root:
-            begun.endings.append(partial(self._settle, how, buffer, tensor))
+        if self.rank() == opts.rootRank:
+            self._reduce_everywhere(begun, how, _as(how.dtype, tensor), tensor)
+        else:
+            self._reduce_everywhere(begun, how, _as(how.dtype, tensor.clone()))
         return self._follow("reduce", begun, tensors)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MpiWork:
@@ -251,6 +241,14 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _reduction(self, opts: Any, tensor: Tensor, operation: str) -> Reduction:
         return reduction(opts.reduceOp if opts is not None else dist.ReduceOp.SUM, tensor.dtype, operation)
+
+    def _reduce_everywhere(self, begun: _Begun, how: Reduction, buffer: Tensor, target: Tensor | None = None) -> None:
+        begun.holds.append(buffer)
+        for start, count in self._parts(buffer):
+            part = [memory(buffer, start, count), count, how.datatype]
+            begun.requests.append(self._communicator.Iallreduce(MPI.IN_PLACE, part, how.op))
+        if target is not None:
+            begun.endings.append(partial(self._settle, how, buffer, target))
 
     def _settle(self, how: Reduction, buffer: Tensor, target: Tensor) -> None:
         with _writing(buffer, target):

@@ -9,13 +9,14 @@ import atexit
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from rung.environment import mpi_place
+from rung.environment import environment_local_size, mpi_place
 from rung.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def register() -> str:
         from rung.mpi.group import make_group
         from rung.mpi.progress import Progress
 
-        create: Any = functools.partial(make_group, world, Progress())
+        progress = Progress(has_own_core=environment_local_size() <= (os.cpu_count() or 1))
+        create: Any = functools.partial(make_group, world, progress)
         dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
     return BACKEND
 

@@ -18,9 +18,12 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.futures import Future
 
-_EAGER_SECONDS = 2e-4  # of looking without a pause
-_SHORTEST_PAUSE = 2e-5
-_LONGEST_PAUSE = 1e-3
+# Large operations consist of many small rounds, each of which waits for somebody to look. So who waits looks without a
+# pause at first, as MPI itself does; not for long where ranks share cores, since others then need this one.
+_EAGER_SECONDS = 2e-2
+_SHORTLY_SECONDS = 2e-4
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 1e-3
+_PATIENCE = 1e-3  # of the time waited so far, which the next pause takes
 
 
 class MpiWork(dist.Work):
@@ -118,7 +121,9 @@ class MpiWork(dist.Work):
 class Progress:
     """Looks after the operations of all groups of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_own_core: bool) -> None:
+        """`has_own_core`: ranks do not share cores."""
+        self._eager_seconds = _EAGER_SECONDS if has_own_core else _SHORTLY_SECONDS
         self._pending: list[MpiWork] = []
         self._lost: list[MpiWork] = []
         self._lock = threading.Lock()
@@ -137,27 +142,26 @@ class Progress:
     def wait(self, done: threading.Event, limit: float) -> bool:
         """Until an operation is complete, but no longer than `limit` seconds if it is not 0."""
         started = time.monotonic()
-        pause = _SHORTEST_PAUSE
         while not done.is_set():
             self._poll()
             elapsed = time.monotonic() - started
             if limit and elapsed > limit:
                 return done.is_set()
-            if elapsed < _EAGER_SECONDS:
+            if elapsed < self._eager_seconds:
                 os.sched_yield()
-            else:  # whoever is waited for may need this core
-                done.wait(pause)
-                pause = min(_LONGEST_PAUSE, 1.5 * pause)
+            else:
+                done.wait(_pause_after(elapsed))
         return True
 
     def _look_after(self) -> None:
         while True:
             self._wake.wait()
             self._wake.clear()
-            pause = _SHORTEST_PAUSE
+            changed = time.monotonic()
             while self._pending:
-                pause = _SHORTEST_PAUSE if self._poll() else min(_LONGEST_PAUSE, 1.5 * pause)
-                time.sleep(pause)
+                if self._poll():
+                    changed = time.monotonic()
+                time.sleep(_pause_after(10 * (time.monotonic() - changed)))  # the model computes meanwhile
 
     def _poll(self) -> bool:
         """Look at each operation once. Whether any came to its end; False if another thread is looking."""
@@ -175,3 +179,7 @@ class Progress:
         for work in ready:
             work.complete()
         return bool(ready)
+
+
+def _pause_after(seconds: float) -> float:
+    return min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, _PATIENCE * seconds))

@@ -6,12 +6,14 @@ whole; they take each rank's own gradients when backward is over and leave the c
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from rung.config import RunConfig
 from rung.exchange import parse_compression
-from rung.parallel.compression.base import Exchange, Slots, Wire, momentum_of, ring_bytes
+from rung.parallel.compression.base import Exchange, Slots, Wire, ring_bytes
+from rung.parallel.compression.feedback import ErrorFeedback
 from rung.parallel.compression.hooks import halve_gradients
 from rung.parallel.compression.lowrank import LowRank
 from rung.parallel.compression.quantised import OneBit, Ternary
@@ -47,11 +49,10 @@ def make_exchange(
         )
     exchange: Exchange
     if asked.method == "onebit":
-        exchange = OneBit(slots, world, max_norm=max_norm, finds_unused=finds_unused)
+        exchange = OneBit(slots, world, optimizer, max_norm=max_norm, finds_unused=finds_unused)
     elif asked.method == "ternary":
         exchange = Ternary(slots, world, seed=config.seed, max_norm=max_norm, finds_unused=finds_unused)
     else:
-        corrects_momentum = momentum_of(optimizer)
         if warm_up is None:
             warm_up = (total_steps or 0) // _WARM_PART
         exchange = TopK(
@@ -61,11 +62,11 @@ def make_exchange(
             ratio=asked.ratio,
             values=config.topk_values,
             warm_up=warm_up,
-            corrects_momentum=corrects_momentum,
             max_norm=max_norm,
             finds_unused=finds_unused,
         )
-        exchange.notes.append(_told_of_momentum(optimizer, corrects_momentum))
+    if isinstance(exchange, ErrorFeedback):
+        exchange.notes.append(_told_of_momentum(asked.method, optimizer, exchange.takes_momentum))
     if max_norm is not None:
         exchange.notes.append(
             f"clip {max_norm:g} holds for each rank's own part of the gradient, at {max_norm:g} / sqrt({world.size}), "
@@ -74,8 +75,10 @@ def make_exchange(
     return exchange
 
 
-def _told_of_momentum(optimizer: Optimizer, corrects_momentum: bool) -> str:
-    if corrects_momentum:
-        return "topk takes over the momentum of SGD: each rank has its own, before gradients are exchanged"
-    has_none = "has none" if type(optimizer).__name__ == "SGD" else "is not that of SGD"
-    return f"topk leaves momentum to {type(optimizer).__name__}, where it {has_none}: plain error feedback"
+def _told_of_momentum(method: str, optimizer: Optimizer, takes_momentum: bool) -> str:
+    if takes_momentum:
+        return f"{method} takes over the momentum of SGD: each rank has its own, before gradients are exchanged"
+    name = type(optimizer).__name__
+    if type(optimizer) is torch.optim.SGD:
+        return f"{method} is plain error feedback: {name} has no momentum to take over"
+    return f"{method} is plain error feedback: momentum stays with {name}, which is not torch.optim.SGD"

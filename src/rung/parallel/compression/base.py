@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from rung.errors import ModelError
 from rung.parallel.gradients import clip, global_norm
@@ -162,8 +161,3 @@ class Exchange:
         """After `vectors` were filled."""
         if "steps" in extras:
             self.num_steps = int(extras["steps"])
-
-
-def momentum_of(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is SGD with momentum, whose momentum can be taken before gradients are exchanged."""
-    return type(optimizer) is torch.optim.SGD and any(group["momentum"] != 0 for group in optimizer.param_groups)

@@ -9,24 +9,22 @@ from torch import Tensor
 
 from rung.order import mix
 from rung.parallel.compression.base import Exchange, Slots
+from rung.parallel.compression.feedback import ErrorFeedback
 from rung.parallel.compression.packing import num_bit_bytes, pack_bits, pack_trits, unpack_bits, unpack_trits
 from rung.world import World
 
 _FEW_DEVIATIONS = 2.5  # beyond which TernGrad clips
 
 
-class OneBit(Exchange):
+class OneBit(ErrorFeedback):
     """The sign of each value, times the mean magnitude of its tensor; the difference goes into the next step.
 
-    1-bit SGD with error feedback, in the form of EF-signSGD (arXiv 1901.09847).
+    1-bit SGD with error feedback, in the form of EF-signSGD (arXiv 1901.09847), with momentum before it as in
+    dist-EF-SGDM (arXiv 1905.10936).
     """
 
-    def __init__(self, slots: Slots, world: World, **common: Any) -> None:
-        super().__init__(slots, world, **common)
-        self._left = self._next = slots.zeros()
-
     def _exchange(self, gradient: Tensor, used: list[bool] | None) -> Tensor:
-        left = self._left + gradient
+        left, velocity = self._accumulated(gradient, used)
         scales = torch.stack([view.abs().mean() for view in self._filled(left)]).to(torch.float32)
         if used is not None:
             scales *= torch.tensor([float(flag) for flag in used], device=scales.device)
@@ -38,19 +36,12 @@ class OneBit(Exchange):
             _add(self.slots, common, unpack_bits(row[:cut], self.slots.total), row[cut:].clone().view(torch.float32))
         own = self.slots.zeros()
         _add(self.slots, own, signs, scales)
-        self._next = left.sub_(own)
+        self._next = (left.sub_(own), velocity)
         return common.div_(self.wire.num_ranks)
 
     def _filled(self, vector: Tensor) -> list[Tensor]:
         """The tensors' parts; one that has no elements stands as a zero."""
         return [view if view.numel() else vector.new_zeros(1) for view in self.slots.views(vector)]
-
-    def commit(self) -> None:
-        super().commit()
-        self._left = self._next
-
-    def vectors(self) -> dict[str, Tensor]:
-        return {"gradient": self._left}
 
 
 def _add(slots: Slots, total: Tensor, signs: Tensor, scales: Tensor) -> None:

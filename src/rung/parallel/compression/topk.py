@@ -5,8 +5,7 @@ what waits for long is worth what it would have been (momentum correction); the 
 (factor masking); each rank clips its own gradient; and the part that is sent shrinks to its final size over the first
 steps. Two things differ. The values are chosen among all parameters together, not of each by itself: at the same number
 of bytes that is closer to uncompressed training, because layers differ in how much of their gradient is in few values.
-And a gradient is multiplied with the learning rate of the step that it is of, not with that of the step in which it is
-sent, so that a schedule does not change what waits.
+And a gradient counts with the learning rate of its own step, not with that of the step in which it is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rung.parallel.compression.base import Exchange, Slots
+from rung.parallel.compression.base import Slots
+from rung.parallel.compression.feedback import ErrorFeedback
 from rung.parallel.compression.packing import Positions, num_bit_bytes, pack_bits, unpack_bits
 from rung.world import World
 
@@ -69,7 +69,7 @@ class Form:
         return torch.where(signs, size, -size)
 
 
-class TopK(Exchange):
+class TopK(ErrorFeedback):
     """`ratio` of all values, after `warm_up` steps in which it shrinks from a quarter."""
 
     def __init__(
@@ -81,17 +81,11 @@ class TopK(Exchange):
         ratio: float,
         values: str,
         warm_up: int,
-        corrects_momentum: bool,
         **common: Any,
     ) -> None:
-        super().__init__(slots, world, **common)
+        super().__init__(slots, world, optimizer, **common)
         self._ratio, self._values, self._warm_up = ratio, values, warm_up
-        self._optimizer, self._corrects_momentum = optimizer, corrects_momentum
-        self._left = slots.zeros()
-        self._velocity = slots.zeros() if corrects_momentum else None
-        self._next: tuple[Tensor, Tensor | None] = (self._left, self._velocity)
         self._ends = torch.tensor(slots.sizes, device=slots.device).cumsum(0)
-        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
     def ratio_now(self) -> float:
         return warm_ratio(self.num_steps, self._ratio, self._warm_up)
@@ -126,63 +120,6 @@ class TopK(Exchange):
         if values == "auto":  # where all is sent, nothing is left out: not of the values either
             values = "full" if count == self.slots.total else "half"
         return Form(self.slots.total, count, values, len(self.slots.sizes), self.slots.dtype)
-
-    def commit(self) -> None:
-        super().commit()
-        self._left, self._velocity = self._next
-
-    # -- momentum -----------------------------------------------------------------------------------------------
-
-    def _accumulated(self, gradient: Tensor, used: list[bool] | None) -> tuple[Tensor, Tensor | None]:
-        """What is there to be sent, and the velocity. What no rank used stays as it was."""
-        if self._velocity is None:
-            return self._left + gradient, None
-        velocity, left = self._velocity.clone(), self._left.clone()
-        rows = zip(
-            self.slots.parameters,
-            self.slots.views(gradient),
-            self.slots.views(velocity),
-            self.slots.views(left),
-            used or [True] * len(self.slots.sizes),
-            strict=True,
-        )
-        for parameter, own, moving, waiting, flag in rows:
-            if not flag:
-                continue
-            group = self._groups.get(id(parameter))
-            if group is None:
-                continue  # it has a gradient, but the optimizer was not given it
-            momentum = float(group["momentum"])
-            begun = self._optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
-            moving.mul_(momentum).add_(own, alpha=1.0 - float(group["dampening"]) if begun and momentum else 1.0)
-            change = own.add(moving, alpha=momentum) if group["nesterov"] else moving
-            waiting.add_(change, alpha=float(group["lr"]) * (1.0 if group["maximize"] else -1.0))
-        return left, velocity
-
-    def apply(self, step: Callable[[], None]) -> None:
-        """With momentum corrected, what was exchanged is the change of the weights itself.
-
-        The optimizer's own step then runs on gradients of zero: it does what all ranks know anyway, its weight decay
-        and whatever momentum it had before, by its own rules. The exchanged change comes on top. The sum is what SGD
-        does, because all of that is linear.
-        """
-        if not self._corrects_momentum:
-            step()
-            return
-        changes = [(p, p.grad) for p in self.slots.parameters if p.grad is not None]
-        for parameter, change in changes:
-            parameter.grad = torch.zeros_like(change)
-        step()
-        for parameter, change in changes:
-            parameter.detach().add_(change)
-
-    # -- state --------------------------------------------------------------------------------------------------
-
-    def vectors(self) -> dict[str, Tensor]:
-        # Under other names where momentum is in it: it is then a change of weights that waits, not a gradient.
-        if self._velocity is None:
-            return {"gradient": self._left}
-        return {"update": self._left, "velocity": self._velocity}
 
 
 def warm_ratio(step: int, ratio: float, warm_up: int) -> float:
