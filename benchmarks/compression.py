@@ -35,7 +35,7 @@ from rung.train import make_batches, make_eval_batches
 from rung.world import World, open_world
 
 _TASK = "examples/gpt"
-_MODEL = {"model.layers": 2, "model.width": 128, "model.heads": 4}
+_MODEL = {"model.layers": 2, "model.width": 192, "model.heads": 4}
 _CONTEXT = {"model.context": 32, "train_data.context": 32, "eval_data.context": 32}
 _OPTIMIZER = {"optimizer.kind": "sgd", "optimizer.lr": 0.1, "optimizer.weight_decay": 0.0, "schedule.floor": 0.1}
 _BASE = RunConfig(strategy="ddp", batch_size=8, clip=1.0, device="cpu", eval_every="never", log_every=10)
@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fp16": {"compress": "fp16"},
     "bf16": {"compress": "bf16"},
     "powersgd:4": {"compress": "powersgd:4"},
-    "topk:0.009": {"compress": "topk:0.009", "topk_values": "sign", "compress_warmup": 0},
+    "topk:0.007": {"compress": "topk:0.007", "topk_values": "sign", "compress_warmup": 0},
     "onebit": {"compress": "onebit"},
     "ternary": {"compress": "ternary"},
     "local-steps 8": {"local_steps": 8},

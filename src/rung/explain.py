@@ -130,7 +130,7 @@ def explain(task: Task, layout: Layout, config: RunConfig, *, tell: Callable[[st
             if cut is not None and not flops:
                 pairs = zip(cut.bounds, cut.bounds[1:], strict=False)
                 flops = [sum(cut.flops[start:stop]) for start, stop in pairs]
-    notes += _limits(layout, config, views, batches)
+    notes += _limits(layout, config, batches)
     backward = 3.0 if config.activation_checkpointing == "full" else 2.0
     chart = lay_out([view.actions for view in views], flops, backward) if layout.pp > 1 else []
     return Explanation(
@@ -156,14 +156,9 @@ def _sizes(batches: Batches, layout: Layout) -> tuple[int, int]:
     return len(micro), -(-micro[0] // layout.num_data_ranks)
 
 
-def _limits(layout: Layout, config: RunConfig, views: list[RankView], batches: Batches) -> list[str]:
+def _limits(layout: Layout, config: RunConfig, batches: Batches) -> list[str]:
     """Where a real step differs from the pretended one, and what a real one would waste."""
     found = []
-    if layout.uses_ddp and sum(m.num_bytes * n for m, n in views[0].messages.items()) > 2**20:
-        found.append(
-            "DDP's gradients are shown in one piece; from the second step on it sends them in buckets of 1 MiB and "
-            "then 25 MiB, which add up to the same"
-        )
     if config.precision in ("bf16", "fp16") and config.gather == "auto" and layout.shards_parameters:
         found.append(
             f"bytes are those of a run on the CPU; on GPUs parameters are gathered in {config.precision}: half of it"

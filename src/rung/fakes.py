@@ -6,7 +6,9 @@ Private parts of torch that training leans on are touched here and nowhere else 
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 def open_fake_group(rank: int, size: int) -> None:
     """A process group in which every collective returns at once and moves nothing."""
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    sys.excepthook = hook  # torch would put the pretended rank before every line of an error
 
 
 @contextlib.contextmanager
@@ -33,6 +37,25 @@ def fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
         return
     with mode:
         yield
+
+
+_imagining = threading.local()
+
+
+@contextlib.contextmanager
+def imagined(mode: FakeTensorMode) -> Iterator[None]:
+    """Fake tensors that stand for nothing, for looking ahead: also in a pretend world no memory is meant by them."""
+    before = is_imagining()
+    _imagining.now = True
+    try:
+        with fake_tensors(mode):
+            yield
+    finally:
+        _imagining.now = before
+
+
+def is_imagining() -> bool:
+    return getattr(_imagining, "now", False)
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -84,6 +107,61 @@ def real_meshes() -> Iterator[None]:
             setattr(DeviceMesh, name, method)
 
 
+@contextlib.contextmanager
+def around_shape_inference(around: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """While inside, `around` is entered whenever DTensor works out a result's shape, on whole and imaginary tensors."""
+    kind: Any = type(DTensor._op_dispatcher.sharding_propagator)
+    infer = kind._propagate_tensor_meta_non_cached
+
+    @functools.wraps(infer)
+    def inferred(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return infer(*args, **kwargs)
+
+    kind._propagate_tensor_meta_non_cached = inferred
+    try:
+        yield
+    finally:
+        kind._propagate_tensor_meta_non_cached = infer
+
+
+class Streams:
+    """Which stream of the device is current, as a number. 0 is the one that computes."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []
+
+    def number(self, stream: Any) -> int:
+        if stream is None:
+            return 0
+        if id(stream) not in self._numbers:
+            self._kept.append(stream)  # so that no other gets its identity
+            self._numbers[id(stream)] = len(self._kept)
+        return self._numbers[id(stream)]
+
+
+@contextlib.contextmanager
+def watch_streams(streams: Streams) -> Iterator[None]:
+    """While inside, note which stream FSDP has chosen. The CPU has the functions for that, and they do nothing."""
+    choose = torch.cpu.stream
+
+    @contextlib.contextmanager
+    def chosen(stream: Any) -> Iterator[None]:
+        before, streams.current = streams.current, streams.number(stream)
+        try:
+            yield
+        finally:
+            streams.current = before
+
+    torch.cpu.stream = chosen
+    try:
+        yield
+    finally:
+        torch.cpu.stream = choose
+
+
 def end_pass(module: FSDPModule) -> None:
     """In the middle of a forward pass FSDP would keep what it has gathered, also when an error has ended that pass."""
     state: Any = module._get_fsdp_state()
@@ -93,21 +171,24 @@ def end_pass(module: FSDPModule) -> None:
             group._training_state = TrainingState.IDLE
 
 
-class _FixedBuckets:
-    """DDP's reducer, without the rebuild of its buckets after the first step: that reads tensors in C++."""
+class _Reducer:
+    """DDP's reducer, but that it rebuilds its buckets from Python: in C++ it would read tensors."""
 
-    def __init__(self, reducer: Any) -> None:
+    def __init__(self, reducer: Any, rebuild: Callable[[], bool]) -> None:
         self._reducer = reducer
+        self._rebuild_buckets = rebuild
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)
 
-    def _rebuild_buckets(self) -> bool:
-        return False
 
+def adapt_ddp(
+    ddp: DistributedDataParallel, size: int, reduce_in: torch.dtype | None = None, *, has_storage: bool = False
+) -> None:
+    """Let DDP's C++ reducer work with a fake group, which has no results for it: all-reduces are issued from Python.
 
-def adapt_ddp(ddp: DistributedDataParallel, size: int, reduce_in: torch.dtype | None = None) -> None:
-    """Let DDP's C++ reducer work on fake tensors: the all-reduce is issued from Python, the buckets stay."""
+    On fake tensors, without storage, its buckets are rebuilt from Python, too.
+    """
 
     # DDP compares these annotations with the real types, so they must not be strings.
     def all_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -121,4 +202,50 @@ def adapt_ddp(ddp: DistributedDataParallel, size: int, reduce_in: torch.dtype | 
         return done
 
     ddp.register_comm_hook(None, all_reduce)
-    ddp.reducer = _FixedBuckets(ddp.reducer)  # type: ignore[assignment]
+    if has_storage:
+        return
+    private: Any = ddp
+    parameters, is_sparse = private._build_params_for_reducer()
+    arrived: list[int] = []
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.append(index))
+        for index, parameter in enumerate(parameters)
+    ]
+
+    def rebuild() -> bool:
+        """As the reducer does once, before its second step: buckets in the order in which gradients arrived."""
+        if not handles or ddp.find_unused_parameters or len(set(arrived)) < len(parameters):
+            return False
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        order = list(dict.fromkeys(arrived))
+        # The old buckets go before the new ones come, as in C++.
+        private.reducer._remove_autograd_hooks()
+        private.reducer._reducer = private.reducer = private.logger = None
+        with _buckets_in_order(parameters, is_sparse, order, private.bucket_bytes_cap):
+            private._ddp_init_helper(
+                parameters, is_sparse, private._build_debug_param_to_name_mapping(parameters), False
+            )
+        ddp.register_comm_hook(None, all_reduce)
+        private.reducer = _Reducer(private.reducer, rebuild)
+        return True
+
+    private.reducer = _Reducer(private.reducer, rebuild)
+
+
+@contextlib.contextmanager
+def _buckets_in_order(parameters: list[Any], is_sparse: list[bool], order: list[int], cap: int) -> Iterator[None]:
+    assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+
+    def assigned(*_: Any) -> tuple[list[list[int]], list[int]]:
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+        ordered = [parameters[index] for index in order]
+        buckets, limits = assign(ordered, [first, cap], [is_sparse[index] for index in order], order)
+        return list(reversed(buckets)), list(reversed(limits))  # the caller turns them round
+
+    dist._compute_bucket_assignment_by_size = assigned  # type: ignore[attr-defined, assignment]
+    try:
+        yield
+    finally:
+        dist._compute_bucket_assignment_by_size = assign  # type: ignore[attr-defined]

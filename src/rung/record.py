@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _note(self, operation: str, args: tuple[Any, ...], *, is_functional: bool) -> None:
-        group = _group_of(args)
+        group = group_of(args)
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) == 1:
             return  # nothing is sent
@@ -94,7 +94,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._axes[ranks]
 
 
-def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+def group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The process group among the arguments of a collective."""
     for arg in args:
         if isinstance(arg, str):
             try:

@@ -30,6 +30,7 @@ from rung.environment import (
     mpi_place,
 )
 from rung.errors import EnvironmentProblem, StrategyError
+from rung.like_cuda import like_cuda
 from rung.mpi import library as mpi
 from rung.processes import num_cores
 from rung.store import open_store
@@ -53,6 +54,7 @@ class World:
     pretend: bool = False
     timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # of a collective
     devices: tuple[torch.device, ...] = ()  # of the replicas in this process, under dp
+    stands_for: str | None = None  # the type of device that a pretend world is about, if it is not `device`'s
     _fake_mode: Any = field(default=None, repr=False)
     _data_mesh: DeviceMesh | None = field(default=None, repr=False)
     _trainers: dist.ProcessGroup | None = field(default=None, repr=False)
@@ -61,6 +63,11 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def device_type(self) -> str:
+        """What decisions look at: "cpu" or "cuda"."""
+        return self.stands_for or self.device.type
 
     @property
     def has_source(self) -> bool:
@@ -155,7 +162,7 @@ class World:
                 process_group=self._trainers,
             )
         if self.pretend:
-            fakes.adapt_ddp(ddp, self.size, reduce_in)
+            fakes.adapt_ddp(ddp, self.size, reduce_in, has_storage=self.has_storage)
         return ddp
 
     def place(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -298,22 +305,27 @@ def pretend_world(layout: Layout, *, rank: int = 0, device: str = "cpu", fake: b
     """One rank of a job of any size, alone in this process.
 
     Collectives return at once. With `fake`, tensors hold no data either; without, they are real, so that the memory
-    of one rank of a large job can be measured on one device.
+    of one rank of a large job can be measured on one device. Fake tensors lie on the CPU whatever `device` says, and
+    everything is decided as it would be there.
     """
     if layout.kind != "mesh":
         raise StrategyError(
             f"{layout.name} cannot be pretended: what it sends are calls of processes or threads, not collectives. "
             "Run it with `rung train`, or look at a strategy of the mesh such as ddp, fsdp or pp."
         )
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    where = torch.device(device, 0) if device == "cuda" and not fake else torch.device("cpu")
     mesh = None
     if layout.is_distributed:
         fakes.open_fake_group(rank, layout.num_ranks)
         mesh = _make_mesh(layout, where)
     mode = fakes.new_fake_mode() if fake else None
     world = World(layout, rank, layout.num_ranks, 0, where, "fake", mesh, pretend=True, _fake_mode=mode)
+    world.stands_for = device
     try:
-        with fakes.real_meshes() if fake else nullcontext():
+        with (
+            fakes.real_meshes() if fake else nullcontext(),
+            like_cuda() if fake and device == "cuda" else nullcontext(),
+        ):
             yield world
     finally:
         world.close()

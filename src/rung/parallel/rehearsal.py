@@ -78,7 +78,7 @@ def rehearse(
     """
     mode = mode or fakes.new_fake_mode()
     watch = _Watch({})
-    with fakes.fake_tensors(mode), _without_data(model, device, parameter_dtype) as (names, buffers), torch.no_grad():
+    with fakes.imagined(mode), _without_data(model, device, parameter_dtype) as (names, buffers), torch.no_grad():
         watch.names, watch.buffer_names = names, buffers
         undo = [_observe(module, name, watch) for name, module in model.named_modules() if is_watched(name, module)]
         try:
@@ -143,7 +143,7 @@ class Rehearser:
         return self._known[key]
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        with fakes.fake_tensors(self.mode):
+        with fakes.imagined(self.mode):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
 

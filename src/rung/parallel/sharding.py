@@ -20,7 +20,7 @@ from rung.world import World
 
 def gathered_type(world: World, config: RunConfig) -> torch.dtype | None:
     """The type in which sharded parameters are gathered, where it is not their own."""
-    if not world.layout.uses_fully_shard or world.device.type != "cuda" or config.gather != "auto":
+    if not world.layout.uses_fully_shard or world.device_type != "cuda" or config.gather != "auto":
         return None
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
 
@@ -50,7 +50,7 @@ class Sharding:
                 f"{config.precision}: parameters are gathered in {config.precision}; "
                 "master weights and reductions are fp32"
             )
-        on_gpu = world.device.type == "cuda"
+        on_gpu = world.device_type == "cuda"
         self._offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.offload == "cpu" else OffloadPolicy()
         self._keeps_gathered = layout.zero < 3 or (layout.pp > 1 and layout.schedule == "zb")
 
@@ -63,7 +63,7 @@ class Sharding:
             )
 
     def apply(self, module: nn.Module, *, is_root: bool = False) -> None:
-        if self._world.device.type == "cuda":
+        if self._world.device_type == "cuda":
             self._keep_from_cudnn(module)
         # Only parameters that hold data: the others belong to stages on other ranks.
         ignored = {parameter for parameter in module.parameters() if is_absent(parameter)}

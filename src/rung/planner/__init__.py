@@ -1,0 +1,1 @@
+"""`rung plan`: which strategy, how much memory, how long, before anything runs."""

@@ -1,0 +1,140 @@
+"""`rung plan` on the console: flags to a plan, and the plan as a table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rung.config import resolve
+from rung.errors import ConfigError
+from rung.planner.estimate import Estimate
+from rung.planner.hardware import parse_cluster
+from rung.planner.plan import Plan, make_plan
+from rung.sizes import human_bytes, human_seconds
+from rung.task import load_task
+
+_MOST_ROWS = 15
+
+
+def plan_command(
+    path: str,
+    *,
+    cluster: str,
+    hardware: str | None,
+    config_file: str | None,
+    flags: Mapping[str, Any],
+    assignments: Mapping[str, str],
+    show_all: bool,
+    as_json: bool,
+) -> int:
+    """The command. Returns the exit code: 1 if nothing fits."""
+    task = load_task(path)
+    resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
+    config = resolved.config
+    if config.offload != "none":
+        raise ConfigError(
+            "--offload cannot be planned yet: host memory and its link are not modelled. Plan without it."
+        )
+    there = parse_cluster(cluster, Path(hardware) if hardware is not None else None)
+    messages = Console(file=sys.stderr)
+    with messages.status("planning") as shown:
+        plan = make_plan(
+            task.bind(resolved.arguments),
+            config,
+            there,
+            only=config.strategy,
+            tell=lambda text: shown.update(f"planning {task.name}: {text}"),
+        )
+    if as_json:
+        sys.stdout.write(json.dumps(plan.as_json(), indent=2) + "\n")
+    else:
+        console = Console(file=sys.stdout, highlight=False)
+        if not console.is_terminal:
+            console.width = 140
+        show(plan, console, show_all=show_all)
+    return 0 if plan.chosen is not None else 1
+
+
+def show(plan: Plan, console: Console, *, show_all: bool = False) -> None:
+    """The recommendation, the table, and what was left out and why."""
+    console.print(Text(f"{plan.task} on {plan.cluster.describe()}", style="bold"))
+    whole = ", ".join(f"{human_bytes(size)} {name}" for name, size in plan.state.items() if size)
+    console.print(f"  batch {plan.batch_size}, {plan.precision}; the whole model: {whole}")
+    for line in plan.words:
+        console.print(f"  {line}", style="green" if plan.chosen is not None else "red", soft_wrap=True)
+    if plan.rows:
+        console.print()
+        console.print(_table(plan, plan.rows if show_all else _best(plan)))
+        left = len(plan.rows) - _MOST_ROWS
+        if left > 0 and not show_all:
+            console.print(f"and {left} slower ones (--all)", style="dim")
+    if plan.rejected:
+        console.print("\nnot possible:")
+        for one in plan.rejected if show_all else plan.rejected[:_MOST_ROWS]:
+            console.print(f"  {one.layout.name}: {one.reason}", style="dim", soft_wrap=True)
+        if len(plan.rejected) > _MOST_ROWS and not show_all:
+            console.print(f"  and {len(plan.rejected) - _MOST_ROWS} more (--all)", style="dim")
+    if plan.chosen is not None:
+        console.print(f"\n{command_line(plan)}", soft_wrap=True)
+
+
+def _best(plan: Plan) -> list[Estimate]:
+    rows = plan.rows[:_MOST_ROWS]
+    return rows if plan.chosen is None or plan.chosen in rows else [*rows[:-1], plan.chosen]
+
+
+def _table(plan: Plan, rows: list[Estimate]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, side in (
+        ("", "left"),
+        ("strategy", "left"),
+        ("devices", "right"),
+        ("step", "right"),
+        ("samples/s", "right"),
+        ("alive", "right"),
+        ("reserved", "right"),
+        ("process", "right"),
+        ("micro-batches", "right"),
+        ("limited by", "left"),
+    ):
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    for row in rows:
+        memory = row.memory
+        table.add_row(
+            "*" if row is plan.chosen else "",
+            row.layout.name,
+            str(row.layout.num_ranks),
+            human_seconds(row.time.seconds),
+            f"{plan.batch_size / row.time.seconds:,.0f}",
+            human_bytes(memory.allocated),
+            human_bytes(memory.reserved),
+            human_bytes(memory.process),
+            f"{row.num_micro_batches} x {row.micro_batch}{'' if row.checkpointing == 'none' else ' recomputed'}",
+            row.time.limit,
+            style="bold" if row is plan.chosen else None,
+        )
+    return table
+
+
+def command_line(plan: Plan) -> str:
+    """How to run what was chosen."""
+    row = plan.chosen
+    assert row is not None
+    words = [f"rung train TASK --strategy {row.layout.name} --batch-size {plan.batch_size}"]
+    words.append(f"--nproc {min(row.layout.num_ranks, plan.cluster.per_node)}")
+    if row.layout.num_ranks > plan.cluster.per_node:
+        words.append(f"--nnodes {plan.cluster.nodes} --rdzv HOST:PORT")
+    if row.num_micro_batches > 1:
+        words.append(f"--micro-batch {row.micro_batch}")
+    if row.checkpointing != "none":
+        words.append(f"--activation-checkpointing {row.checkpointing}")
+    if plan.precision != "fp32":
+        words.append(f"--precision {plan.precision}")
+    return " ".join(words)

@@ -1,0 +1,224 @@
+"""How long a step takes on some hardware: the traces of its ranks, walked with a clock.
+
+Each operation takes what a roofline allows: its arithmetic or its memory traffic, whichever is slower. It starts when
+the host has issued it, its stream is free and what it reads is there. Messages have streams of their own, one for each
+group, so they overlap with computing wherever the trace does not make something wait for them. The ranks of a pipeline
+are walked together; what one waits for is the other's message. How a strategy works is in the traces alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rung.measured import bus_factor
+from rung.planner.dryrun import DryRun
+from rung.planner.hardware import Cluster, Device, interpolate
+from rung.record import Message
+from rung.strategy import Layout
+from rung.trace import Mark, Sent, Work
+
+_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_OPS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "all-to-all": "all_to_all",
+    "send": "send_recv",
+    "receive": "send_recv",
+}
+# Shares of a matrix product's rate that kernels with other shapes of arithmetic reach.
+_KERNELS = {"_scaled_dot_product": 0.55, "convolution": 0.5, "bmm": 0.7}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and where they go on the slowest rank."""
+
+    seconds: float
+    arithmetic: float  # operations that the arithmetic limits
+    memory: float  # operations that the memory's bandwidth limits
+    messages: float  # computing waits for a collective
+    pipeline: float  # computing waits for another stage
+    host: float  # computing waits for the host
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the time."""
+        parts = {
+            "arithmetic": self.arithmetic,
+            "memory bandwidth": self.memory,
+            "communication": self.messages,
+            "pipeline bubble": self.pipeline,
+            "the host": self.host,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass
+class _Clock:
+    """One rank in the middle of its step."""
+
+    run: DryRun
+    host: float = 0.0
+    streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    groups: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ready: dict[int, tuple[float, str]] = field(default_factory=dict)  # allocation -> when, and by what
+    pending: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)  # received, but not arrived yet
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    forwards: list[tuple[float, dict[str, float]]] = field(default_factory=list)  # when each began, and `spent` then
+
+
+def step_time(runs: Sequence[DryRun], cluster: Cluster, *, repeated: int = 0) -> StepTime:
+    """The time of the second step of these ranks, one for each stage of a pipeline.
+
+    `repeated` is how many more micro-batches a step has than the trace; they are like its last but one.
+    """
+    clocks = [_Clock(run) for run in runs]
+    arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
+    walks = [_walk(clock, cluster, arrivals) for clock in clocks]
+    waiting = list(range(len(walks)))
+    while waiting:
+        still = [number for number in waiting if next(walks[number], "done") != "done"]
+        if len(still) == len(waiting) and not any(_can_go(clocks[number], arrivals) for number in still):
+            raise AssertionError("the stages wait for each other")
+        waiting = still
+    ends = [max([clock.host, *clock.streams.values(), *clock.groups.values()]) for clock in clocks]
+    slowest = clocks[max(range(len(clocks)), key=lambda number: sum(clocks[number].spent[k] for k in _BUSY))]
+    spent = slowest.spent
+    seconds = max(ends)
+    if repeated:
+        (start, before), (stop, after) = slowest.forwards[-2:]
+        seconds += repeated * (stop - start)
+        for name in after:
+            spent[name] += repeated * (after[name] - before.get(name, 0.0))
+    waits = max(0.0, seconds - sum(spent.values()))  # at the end, for other stages
+    pipeline = spent["pipeline"] + (waits if len(runs) > 1 else 0.0)
+    messages = spent["messages"] + (waits if len(runs) == 1 else 0.0)
+    return StepTime(seconds, spent["arithmetic"], spent["memory"], messages, pipeline, spent["host"])
+
+
+_BUSY = ("arithmetic", "memory")
+
+
+def _can_go(clock: _Clock, arrivals: dict[tuple[int, int], list[float]]) -> bool:
+    return any(len(arrivals[pair]) > index for pair, index in clock.pending.values())
+
+
+def _walk(clock: _Clock, cluster: Cluster, arrivals: dict[tuple[int, int], list[float]]) -> Iterator[str]:
+    """Advance one rank; pauses where it needs what another has not sent yet."""
+    device, run = cluster.device, clock.run
+    layout = run.layout
+    stage = layout.coordinates(run.rank)["pp"]
+    received: dict[tuple[int, int], int] = defaultdict(int)
+    for event in run.trace.events[run.second_step :]:
+        if isinstance(event, Mark) and event.what == "forward":
+            clock.forwards.append((max(clock.host, clock.streams[0]), dict(clock.spent)))
+        elif isinstance(event, Work):
+            for number in event.reads:
+                while number in clock.pending:
+                    pair, index = clock.pending[number]
+                    if len(arrivals[pair]) > index:
+                        del clock.pending[number]
+                        clock.ready[number] = arrivals[pair][index], "pipeline"
+                    else:
+                        yield "waits"
+            _compute(clock, event, device)
+        elif isinstance(event, Sent) and event.message.operation in ("send", "receive"):
+            assert event.peer is not None
+            other = layout.coordinates(event.peer)["pp"]
+            if event.message.operation == "send":
+                starts = max([clock.host, *(clock.ready.get(n, (0.0, ""))[0] for n in event.touches)])
+                if not device.overlaps:
+                    starts = max(starts, clock.streams[0])
+                arrivals[stage, other].append(starts + seconds_of(event.message, run, cluster))
+            else:
+                pair = other, stage
+                for number in event.touches:
+                    clock.pending[number] = pair, received[pair]
+                received[pair] += 1
+        elif isinstance(event, Sent):
+            _communicate(clock, event, cluster)
+    for number in list(clock.pending):  # what nobody reads
+        pair, index = clock.pending[number]
+        while len(arrivals[pair]) <= index:
+            yield "waits"
+        del clock.pending[number]
+
+
+def _compute(clock: _Clock, work: Work, device: Device) -> None:
+    clock.host += device.issue
+    free = clock.streams[work.stream]
+    ready, why = max((clock.ready.get(number, (0.0, "")) for number in work.reads), default=(0.0, ""))
+    start = max(free, clock.host - device.issue if not device.overlaps else clock.host, ready)
+    seconds, limit = duration(work, device)
+    if work.stream == 0:
+        if start > free:
+            waits_for_host = start == clock.host and ready <= clock.host
+            clock.spent["host" if waits_for_host else (why or "host")] += start - free
+        clock.spent[limit] += seconds
+    end = start + seconds
+    clock.streams[work.stream] = end
+    if not device.overlaps:
+        clock.host = end
+    for number in work.writes:
+        clock.ready[number] = end, "messages" if work.stream else ""
+
+
+def _communicate(clock: _Clock, event: Sent, cluster: Cluster) -> None:
+    message, device = event.message, cluster.device
+    ready = max((clock.ready.get(number, (0.0, ""))[0] for number in event.touches), default=0.0)
+    start = max(clock.host, ready, clock.groups[message.axis])
+    if not device.overlaps:
+        start = max(start, clock.streams[0])
+    end = start + seconds_of(message, clock.run, cluster)
+    clock.groups[message.axis] = end
+    if not device.overlaps:  # the processor itself carries the messages
+        clock.spent["messages"] += end - max(start, clock.streams[0])
+        clock.host = clock.streams[0] = end
+    for number in event.touches:
+        clock.ready[number] = end, "messages"
+
+
+def duration(work: Work, device: Device) -> tuple[float, str]:
+    """Seconds of one operation by itself, and what limits it."""
+    moved = work.num_bytes / (device.bandwidth * device.bandwidth_efficiency)
+    if not work.flops:
+        return device.launch + moved, "memory"
+    share = next((share for name, share in _KERNELS.items() if work.name.startswith(name)), 1.0)
+    computed = work.flops / (share * device.product_rate(_TYPES.get(work.dtype, "fp32"), work.flops))
+    return device.launch + max(computed, moved), "arithmetic" if computed >= moved else "memory"
+
+
+def seconds_of(message: Message, run: DryRun, cluster: Cluster) -> float:
+    """Seconds of a message by itself."""
+    ranks = group_of(message, run.layout, run.rank)
+    op = _OPS[message.operation]
+    link = cluster.link_of(ranks)
+    measured = link.times.get((op, len(ranks)))
+    if measured:
+        return interpolate(measured, max(1, message.num_bytes))
+    each = max(
+        sum(rank // cluster.per_node == node for rank in ranks) for node in {r // cluster.per_node for r in ranks}
+    )
+    rate = cluster.inside.bandwidth * cluster.inside.efficiency
+    if link is not cluster.inside:
+        rate = min(rate, link.bandwidth * link.efficiency * each)  # each device has its own way out
+    hops = max(1, (len(ranks) - 1).bit_length()) * (2 if op == "all_reduce" else 1)
+    return link.latency * hops + bus_factor(op, len(ranks)) * message.num_bytes / rate
+
+
+def group_of(message: Message, layout: Layout, rank: int) -> tuple[int, ...]:
+    """The ranks that a message runs over."""
+    if message.axis == "all" or not message.axis:
+        return tuple(range(layout.num_ranks))
+    names = ("dp_replicate", "dp_shard") if message.axis == "data" else tuple(message.axis.split("+"))
+    own = layout.coordinates(rank)
+    axes = layout.axes
+    ranks = [0]
+    for axis, size in axes.items():
+        places = range(size) if axis in names else (own[axis],)
+        ranks = [number * size + place for number in ranks for place in places]
+    return tuple(sorted(ranks))

@@ -1,0 +1,221 @@
+"""What a cluster can do: its devices and the links between them, from records or from what was measured here.
+
+A record is a table of TOML. Those of `records/` come with Rung; a user's own file is read beside them. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rung.errors import ConfigError, nearest
+
+_RECORDS = Path(__file__).parent / "records"
+_MIB = 2**20
+Curve = tuple[tuple[float, float], ...]
+# Shares of the largest rate that products of so many operations reach on an H200.
+_EFFICIENCY: Curve = ((1e6, 0.0004), (1e8, 0.02), (1e9, 0.12), (1e10, 0.42), (1e11, 0.68), (1e12, 0.75), (1e13, 0.78))
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of a cluster."""
+
+    name: str
+    source: str
+    kind: str  # cuda or cpu
+    memory: int  # bytes that processes can use
+    bandwidth: float
+    link: str
+    matrix: Mapping[str, float]
+    matrix_efficiency: Curve = _EFFICIENCY
+    bandwidth_efficiency: float = 0.85
+    launch: float = 2e-6
+    issue: float = 9e-6
+    workspaces: Mapping[str, int] = field(default_factory=lambda: {"forward": 32 * _MIB, "backward": 32 * _MIB})
+    context: int = 850 * _MIB
+    communicator: int = 300 * _MIB
+    overlaps: bool = True  # whether messages travel while it computes
+    rates: Mapping[str, Curve] = field(default_factory=dict)  # measured: operations of a product -> operations a second
+
+    def product_rate(self, dtype: str, flops: float) -> float:
+        """Operations a second in a matrix product of so many."""
+        measured = self.rates.get(dtype)
+        if measured:
+            return _between(measured, flops)
+        peak = self.matrix.get(dtype) or self.matrix.get("fp32") or max(self.matrix.values())
+        return peak * _between(self.matrix_efficiency, flops)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one device can send to another."""
+
+    name: str
+    source: str
+    bandwidth: float
+    latency: float
+    efficiency: float = 0.9
+    # Measured: (collective, ranks) -> bytes -> seconds.
+    times: Mapping[tuple[str, int], Curve] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal machines with equal devices."""
+
+    device: Device
+    nodes: int
+    per_node: int
+    inside: Link
+    between: Link | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.per_node
+
+    def describe(self) -> str:
+        machines = f"{self.nodes} machines of {self.per_node}" if self.nodes > 1 else f"{self.per_node}"
+        links = f"{self.inside.name}" + (f", {self.between.name} between machines" if self.between else "")
+        return f"{machines} x {self.device.name} ({self.device.memory / 2**30:.0f} GiB), {links}"
+
+    def link_of(self, ranks: tuple[int, ...]) -> Link:
+        """The slowest link among some ranks, which are numbered machine by machine."""
+        if len({rank // self.per_node for rank in ranks}) < 2 or self.between is None:
+            return self.inside
+        return self.between
+
+
+def devices(extra: Path | None = None) -> dict[str, Device]:
+    found = {name: _make(Device, name, table) for name, table in _tables("devices.toml").items()}
+    for name, table in (_user_tables(extra).get("devices") or {}).items():
+        found[name] = _make(Device, name, table, found.get(table.get("like", "")))
+    return found
+
+
+def links(extra: Path | None = None) -> dict[str, Link]:
+    found = {name: _make(Link, name, table) for name, table in _tables("links.toml").items()}
+    for name, table in (_user_tables(extra).get("links") or {}).items():
+        found[name] = _make(Link, name, table, found.get(table.get("like", "")))
+    return found
+
+
+_COUNTED = re.compile(r"^(?:(\d+)\s*(?:nodes?|machines?|hosts?)?\s*x\s*)?(?:(\d+)\s*x?\s*)?([A-Za-z][\w.-]*)$", re.I)
+_RATE = re.compile(r"^([\d.]+)\s*([KMGT]?)(b|bit|B)(?:it)?(?:/s|ps)$")
+
+
+def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
+    """`8xH100`, `H200`, or `64 nodes x 8 H200, nvlink4, 400Gb/s`: devices, the link inside a machine, that between."""
+    head, *rest = [part.strip() for part in text.split(",")]
+    match = _COUNTED.match(head)
+    if match is None:
+        raise ConfigError(
+            f"--cluster {text!r}: it begins with how many of which device, as in '8xH100' or '4 nodes x 8 H200'."
+        )
+    first, second, name = match.groups()
+    known = devices(extra)
+    found = {key.lower(): key for key in known}.get(name.lower())
+    if found is None:
+        raise ConfigError(
+            f"--cluster {text!r}: no record of a device {name!r}.{nearest(name, list(known))} Known are "
+            f"{', '.join(known)}; a file of your own adds to them (--hardware FILE)."
+        )
+    nodes, per_node = (int(first), int(second)) if first and second else (1, int(first or second or 1))
+    if nodes < 1 or per_node < 1:
+        raise ConfigError(f"--cluster {text!r}: a cluster has at least one device.")
+    device = known[found]
+    given = [_link(part, text, extra) for part in rest]
+    own = links(extra)
+    if device.link not in own:
+        raise ConfigError(f"the record of {device.name} names a link {device.link!r}, of which there is no record.")
+    inside = own[device.link]
+    between: Link | None = own["infiniband"] if nodes > 1 else None
+    if len(given) > 2:
+        raise ConfigError(f"--cluster {text!r}: at most two links, inside a machine and between machines.")
+    if len(given) == 2:
+        inside, between = given
+    elif given and nodes > 1:
+        between = given[0]
+    elif given:
+        inside = given[0]
+    return Cluster(device, nodes, per_node, inside, between if nodes > 1 else None)
+
+
+def _link(text: str, whole: str, extra: Path | None) -> Link:
+    known = links(extra)
+    lower = text.lower()
+    if lower in known:
+        return known[lower]
+    if lower == "nvlink":
+        return known["nvlink4"]
+    if lower == "pcie":
+        return known["pcie4"]
+    match = _RATE.match(text)
+    if match is None:
+        raise ConfigError(
+            f"--cluster {whole!r}: {text!r} is neither a link ({', '.join(known)}) nor a rate such as 400Gb/s."
+        )
+    number, scale, unit = match.groups()
+    rate = float(number) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[scale] / (1 if unit == "B" else 8)
+    if rate <= 0:
+        raise ConfigError(f"--cluster {whole!r}: a link of {text} carries nothing.")
+    like = known["infiniband"] if rate >= 10e9 else known["ethernet"]
+    return replace(like, name=text, source="given on the command line", bandwidth=rate)
+
+
+def _tables(name: str) -> dict[str, Any]:
+    return tomllib.loads((_RECORDS / name).read_text())
+
+
+def _user_tables(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as records of hardware: {error}.") from None
+
+
+def _make(kind: Any, name: str, table: Mapping[str, Any], like: Any = None) -> Any:
+    known = {f.name for f in fields(kind)} - {"name"}
+    values = {key: value for key, value in table.items() if key != "like"}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"the record of {name}: unknown key {key!r}.{nearest(key, sorted(known))}")
+    for key in ("matrix_efficiency",):
+        if key in values:
+            values[key] = tuple((float(a), float(b)) for a, b in values[key])
+    if "rates" in values:
+        values["rates"] = {t: tuple((float(a), float(b)) for a, b in curve) for t, curve in values["rates"].items()}
+    if "times" in values:
+        values["times"] = {
+            (key.rpartition(":")[0], int(key.rpartition(":")[2])): tuple((float(a), float(b)) for a, b in curve)
+            for key, curve in values["times"].items()
+        }
+    if like is not None:
+        return replace(like, name=name, **values)
+    try:
+        return kind(name=name, **values)
+    except TypeError:
+        needed = [f.name for f in fields(kind) if f.name not in ("name", *values) and f.default is f.default_factory]
+        raise ConfigError(f"the record of {name} lacks {', '.join(needed) or 'a value'}.") from None
+
+
+def _between(curve: Curve, at: float) -> float:
+    """On a curve of points, by the logarithm of both; its ends go on as they are."""
+    if at <= curve[0][0]:
+        return curve[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
+        if at <= x1:
+            share = (math.log(at) - math.log(x0)) / (math.log(x1) - math.log(x0))
+            return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
+    return curve[-1][1]
+
+
+interpolate = _between

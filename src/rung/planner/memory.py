@@ -1,0 +1,149 @@
+"""How much memory a trace needs: the bytes alive at the peak, and what a caching allocator would reserve for them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rung.trace import Returned, Taken, Trace
+
+MIB = 2**20
+ROUNDING = 512  # of CUDA's caching allocator, as are the next ones
+_SMALL = MIB  # up to this, pieces come from segments of
+_SMALL_SEGMENT = 2 * MIB
+_LARGE_SEGMENT = 20 * MIB  # for pieces of less than
+_LARGE = 10 * MIB  # above which a segment is as large as the piece, rounded up to
+_SEGMENT_ROUNDING = 2 * MIB
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which most memory is alive."""
+
+    num_bytes: int
+    by_kind: dict[str, int]
+    event: int
+    phase: str
+
+
+def find_peak(trace: Trace, *, rounding: int = 1) -> Peak:
+    """The most bytes alive at once. Each allocation is rounded up, as the device's allocator does."""
+    alive = best = where = 0
+    for position, event in enumerate(trace.events):
+        if isinstance(event, Taken):
+            alive += _rounded(event.allocation.num_bytes, rounding)
+            if alive > best:
+                best, where = alive, position
+        elif isinstance(event, Returned):
+            alive -= _rounded(event.allocation.num_bytes, rounding)
+    kinds: Counter[str] = Counter()
+    for allocation in trace.allocations:
+        if allocation.born <= where and (allocation.died is None or allocation.died > where):
+            kinds[allocation.kind] += _rounded(allocation.num_bytes, rounding)
+    last = trace.events[where] if trace.events else None
+    phase = last.allocation.phase if isinstance(last, Taken) else ""
+    return Peak(best, dict(kinds), where, phase)
+
+
+def _rounded(num_bytes: int, to: int) -> int:
+    return -(-num_bytes // to) * to
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A piece of a segment, free or in use, between its neighbours."""
+
+    size: int
+    number: int
+    pool: tuple[int, bool]
+    before: _Piece | None = None
+    after: _Piece | None = None
+    is_free: bool = False
+
+
+@dataclass
+class CachingAllocator:
+    """What torch's allocator for CUDA does with a row of requests, as far as the reserved bytes depend on it.
+
+    Each stream has a pool of small pieces and one of large ones. A request gets the smallest free piece of its pool
+    that holds it, cut if enough is left over, or a new segment. Free neighbours grow together. Segments are kept.
+    """
+
+    reserved: int = 0
+    _free: dict[tuple[int, bool], list[tuple[int, int]]] = field(default_factory=dict)  # size, number; sorted
+    _pieces: dict[int, _Piece] = field(default_factory=dict)
+    _numbers: int = 0
+
+    def take(self, num_bytes: int, stream: int = 0) -> _Piece | None:
+        size = _rounded(max(num_bytes, 1), ROUNDING) if num_bytes else 0
+        if not size:
+            return None
+        pool = stream, size <= _SMALL
+        free = self._free.setdefault(pool, [])
+        place = bisect_left(free, (size, 0))
+        piece = self._pieces[free.pop(place)[1]] if place < len(free) else self._add(self._segment_size(size), pool)
+        piece.is_free = False
+        left = piece.size - size
+        if left >= ROUNDING if pool[1] else left > _SMALL:
+            rest = self._new(left, pool)
+            rest.before, rest.after = piece, piece.after
+            if piece.after is not None:
+                piece.after.before = rest
+            piece.after, piece.size = rest, size
+            self._set_free(rest)
+        return piece
+
+    def give_back(self, piece: _Piece) -> None:
+        for neighbour in (piece.before, piece.after):
+            if neighbour is not None and neighbour.is_free:
+                self._free[piece.pool].remove((neighbour.size, neighbour.number))
+                piece.size += neighbour.size
+                if neighbour is piece.before:
+                    piece.before = neighbour.before
+                    if piece.before is not None:
+                        piece.before.after = piece
+                else:
+                    piece.after = neighbour.after
+                    if piece.after is not None:
+                        piece.after.before = piece
+                del self._pieces[neighbour.number]
+        self._set_free(piece)
+
+    def _segment_size(self, size: int) -> int:
+        if size <= _SMALL:
+            return _SMALL_SEGMENT
+        return _LARGE_SEGMENT if size < _LARGE else _rounded(size, _SEGMENT_ROUNDING)
+
+    def _add(self, size: int, pool: tuple[int, bool]) -> _Piece:
+        self.reserved += size
+        return self._new(size, pool)
+
+    def _new(self, size: int, pool: tuple[int, bool]) -> _Piece:
+        self._numbers += 1
+        piece = self._pieces[self._numbers] = _Piece(size, self._numbers, pool)
+        return piece
+
+    def _set_free(self, piece: _Piece) -> None:
+        piece.is_free = True
+        insort(self._free.setdefault(piece.pool, []), (piece.size, piece.number))
+
+
+def reserve(trace: Trace, workspaces: dict[str, int] | None = None) -> int:
+    """The bytes that the allocator would hold at the end of a trace.
+
+    `workspaces` are what libraries take in the first forward or backward pass and keep.
+    """
+    allocator = CachingAllocator()
+    held: dict[int, _Piece] = {}
+    waiting = dict(workspaces or {})
+    for event in trace.events:
+        if isinstance(event, Taken):
+            if event.allocation.phase in waiting:
+                allocator.take(waiting.pop(event.allocation.phase))
+            piece = allocator.take(event.allocation.num_bytes, event.allocation.stream)
+            if piece is not None:
+                held[event.allocation.number] = piece
+        elif isinstance(event, Returned) and event.allocation.number in held:
+            allocator.give_back(held.pop(event.allocation.number))
+    return allocator.reserved

@@ -1,0 +1,279 @@
+"""The search: which layouts of a cluster can train a task, what each costs, and which one to take.
+
+Layouts whose parameters, gradients and optimizer state alone do not fit are left out before anything is traced. For
+each of the others the largest micro-batch that fits is sought, first with all activations kept, then recomputed.
+The recommendation is the quickest layout, or one further down the ladder that is nearly as quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rung.config import RunConfig
+from rung.errors import RungError
+from rung.planner.candidates import layouts_for, micro_batches_for, rung_of
+from rung.planner.estimate import Estimate, Estimator
+from rung.planner.hardware import Cluster
+from rung.planner.shorten import count_blocks
+from rung.strategy import Layout
+from rung.task import Task
+
+WORTH_IT = 0.05  # a gain below this is not worth a higher rung
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that cannot be, and why."""
+
+    layout: Layout
+    reason: str
+    needs: int | None = None  # bytes of a device with which it could be
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer."""
+
+    task: str
+    cluster: Cluster
+    batch_size: int
+    precision: str
+    rows: list[Estimate]  # by time
+    rejected: list[Rejected]
+    state: dict[str, int]  # of the whole model
+    chosen: Estimate | None = None
+    words: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for a file."""
+        cluster = self.cluster
+        return {
+            "task": self.task,
+            "cluster": {
+                "device": cluster.device.name,
+                "source": cluster.device.source,
+                "memory": cluster.device.memory,
+                "nodes": cluster.nodes,
+                "per_node": cluster.per_node,
+                "inside": cluster.inside.name,
+                "between": cluster.between.name if cluster.between is not None else None,
+            },
+            "batch_size": self.batch_size,
+            "precision": self.precision,
+            "state": self.state,
+            "recommendation": {
+                "strategy": self.chosen.layout.name if self.chosen is not None else None,
+                "words": self.words,
+            },
+            "layouts": [_row_as_json(row, self.batch_size) for row in self.rows],
+            "rejected": [
+                {"strategy": one.layout.name, "reason": one.reason, "needs": one.needs} for one in self.rejected
+            ],
+        }
+
+
+def _row_as_json(row: Estimate, batch_size: int) -> dict[str, Any]:
+    return {
+        "strategy": row.layout.name,
+        "ranks": row.layout.num_ranks,
+        "micro_batch": row.micro_batch,
+        "micro_batches": row.num_micro_batches,
+        "activation_checkpointing": row.checkpointing,
+        "memory": asdict(row.memory),
+        "time": {**asdict(row.time), "limit": row.time.limit},
+        "samples_per_second": batch_size / row.time.seconds,
+    }
+
+
+def make_plan(
+    task: Task,
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    only: str | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Plan:
+    """Look at every sensible layout of the cluster, or at `only` one."""
+    tell = tell or (lambda text: None)
+    num_blocks = count_blocks(task)
+    estimator = Estimator(task, config, cluster, num_blocks)
+    tell("the whole model on one device")
+    whole = estimator.estimate(Layout("single"), "full", 1)
+    state = {**whole.memory.state, "gradients": whole.memory.state["parameters"]}
+    rows: list[Estimate] = []
+    rejected: list[Rejected] = []
+    layouts = list(layouts_for(cluster, num_blocks, only=only))
+    for number, layout in enumerate(layouts):
+        tell(f"{layout.name} ({number + 1} of {len(layouts)})")
+        found = _look_at(layout, estimator, config, cluster, state)
+        rows += found if isinstance(found, list) else []
+        rejected += [found] if isinstance(found, Rejected) else []
+    rows.sort(key=lambda row: row.time.seconds)
+    plan = Plan(task.name, cluster, config.batch_size, config.precision, rows, rejected, state)
+    chosen = choose(rows)
+    return replace(plan, chosen=chosen, words=explain_choice(plan, chosen))
+
+
+def _look_at(
+    layout: Layout, estimator: Estimator, config: RunConfig, cluster: Cluster, state: dict[str, int]
+) -> list[Estimate] | Rejected:
+    if layout.num_data_ranks > config.batch_size:
+        return Rejected(
+            layout,
+            f"a batch of {config.batch_size} is less than a sample for each of {layout.num_data_ranks} data ranks",
+        )
+    least = least_state(layout, state)
+    if least > cluster.device.memory:
+        return Rejected(
+            layout, f"parameters, gradients and optimizer state alone are {_gib(least)} on a device", needs=least
+        )
+    share = max(1, config.batch_size // layout.num_data_ranks)
+    found: list[Estimate] = []
+    closest: Estimate | None = None
+    modes = ("none", "full") if config.activation_checkpointing == "none" else (config.activation_checkpointing,)
+    for mode in modes:
+        sizes = micro_batches_for(layout, share) if config.micro_batch is None else [config.micro_batch]
+        while sizes:
+            try:
+                estimate = estimator.estimate(layout, mode, sizes[0])
+            except RungError as error:
+                return Rejected(layout, str(error))
+            if estimate.fits(cluster):
+                found.append(estimate)
+                break
+            closest = estimate if closest is None or estimate.memory.process < closest.memory.process else closest
+            sizes = _smaller(sizes, estimate, cluster)
+        if found and found[-1].micro_batch == micro_batches_for(layout, share)[0]:
+            break  # recomputing would only cost time
+    if found:
+        return found
+    assert closest is not None
+    return Rejected(
+        layout,
+        f"needs {_gib(closest.memory.process)} on a device, with {_plural(closest.micro_batch, 'sample')} at a time"
+        f"{' and activations recomputed' if closest.checkpointing == 'full' else ''}",
+        needs=closest.memory.process,
+    )
+
+
+def _smaller(sizes: list[int], tried: Estimate, cluster: Cluster) -> list[int]:
+    """The sizes that may fit: what grows with the samples is about proportional to them."""
+    kinds = tried.memory.by_kind
+    grows = kinds.get("activations", 0) + kinds.get("temporary", 0)
+    fixed = tried.memory.process - grows
+    left = [size for size in sizes[1:] if fixed + grows * size / tried.micro_batch * 0.9 <= cluster.device.memory]
+    return left or sizes[-1:] if sizes[0] != sizes[-1] else []
+
+
+def least_state(layout: Layout, state: dict[str, int]) -> int:
+    """No rank can hold less: what `zero` says is cut among the shards, the rest among stages and tensor parts."""
+    cut = layout.pp * layout.tp
+    parts = {"parameters": 3, "gradients": 2, "optimizer": 1}
+    return sum(
+        state.get(name, 0) // (cut * (layout.dp_shard if layout.zero >= stage else 1)) for name, stage in parts.items()
+    )
+
+
+def choose(rows: list[Estimate]) -> Estimate | None:
+    """The quickest, or one on a lower rung that is less than 5 % slower."""
+    if not rows:
+        return None
+    quickest = min(row.time.seconds for row in rows)
+    near = [row for row in rows if row.time.seconds * (1 - WORTH_IT) <= quickest]
+    return min(near, key=lambda row: (rung_of(row.layout), row.checkpointing != "none", row.time.seconds))
+
+
+def explain_choice(plan: Plan, chosen: Estimate | None) -> list[str]:
+    """Which rung of the ladder to stand on, and why not the one below or above."""
+    if chosen is None:
+        return _nothing_fits(plan)
+    layout, cluster = chosen.layout, plan.cluster
+    has, uses = _gib(cluster.device.memory), _gib(chosen.memory.process)
+    alone = next((row for row in plan.rows if row.layout.name == "single"), None)
+    without = next((one for one in plan.rejected if one.layout.name == "single"), None)
+    lines = []
+    if layout.name == "single":
+        best = plan.rows[0]
+        lines.append(f"one device is enough: it needs {uses} of {has}.")
+        if best is not chosen:
+            gain = chosen.time.seconds / best.time.seconds
+            lines.append(f"{best.layout.name} on {best.layout.num_ranks} would be {_times(gain)}.")
+        elif cluster.num_devices > 1:
+            lines.append("On more devices the messages would take longer than the computing that they save.")
+    elif layout.uses_ddp and layout.zero == 0:
+        lines.append(f"DDP: the model fits on one device ({uses} of {has}), and {layout.num_ranks} share the batch.")
+    elif not layout.is_composed and layout.zero in (1, 2):
+        lines.append(f"ZeRO-{layout.zero}: {_why_sharded(plan, uses, has)}")
+    elif not layout.is_composed:
+        kind = "HSDP" if layout.dp_replicate > 1 else "FSDP"
+        lines.append(f"{kind}: {_why_sharded(plan, uses, has)}")
+        if kind == "HSDP":
+            lines.append(f"Shards stay inside a machine, where the link is quick ({cluster.inside.name}).")
+    else:
+        lines.append(f"{layout.name}: {_why_sharded(plan, uses, has)}")
+        simple = next((row for row in plan.rows if not row.layout.is_composed), None)
+        if simple is not None:
+            slower = _times(simple.time.seconds / chosen.time.seconds)
+            lines.append(f"It is {slower} than {simple.layout.name}, the best that leaves the model in one piece.")
+    if alone is not None and layout.name != "single":
+        lines.append(f"A step takes {_seconds(chosen)}; on one device {_seconds(alone)}.")
+    elif without is not None:
+        lines.append(f"One device: {without.reason}.")
+    limit = chosen.time.limit
+    lines.append(
+        f"{plan.batch_size / chosen.time.seconds:,.0f} samples a second; most of the time goes to {limit}."
+        if limit != "communication"
+        else f"{plan.batch_size / chosen.time.seconds:,.0f} samples a second; links are what limits it."
+    )
+    if chosen.checkpointing == "full":
+        lines.append("Activations must be recomputed: --activation-checkpointing full.")
+    return lines
+
+
+def _why_sharded(plan: Plan, uses: str, has: str) -> str:
+    whole = [one for one in plan.rejected if one.layout.name in ("ddp", "single") and one.needs is not None]
+    if whole:
+        needed = _gib(min(one.needs or 0 for one in whole))
+        return f"needs {needed} on a device without sharding, which has {has}; here {uses}."
+    return f"quicker than whole copies of the model, and {uses} of {has}."
+
+
+def _nothing_fits(plan: Plan) -> list[str]:
+    known = [one for one in plan.rejected if one.needs is not None]
+    if not known:
+        reasons = "; ".join(f"{one.layout.name}: {one.reason}" for one in plan.rejected[:3])
+        return [f"no layout can be planned: {reasons}."]
+    least = min(known, key=lambda one: one.needs or 0)
+    need, has = least.needs or 0, plan.cluster.device.memory
+    lines = [
+        f"nothing fits {plan.cluster.describe()}.",
+        f"The least is {least.layout.name}: {least.reason}; a device has {_gib(has)}.",
+    ]
+    total = sum(plan.state.values())
+    devices = max(plan.cluster.num_devices + 1, -(-total // max(1, int(has * 0.6))))
+    lines.append(
+        f"It takes devices of {_gib(need)}, or about {devices} of these: parameters, gradients and optimizer state are "
+        f"{_gib(total)} in all."
+    )
+    return lines
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def _times(ratio: float) -> str:
+    if ratio < 1.005:
+        return "as quick"
+    return f"{100 * (ratio - 1):.0f} % quicker" if ratio < 1.5 else f"{ratio:.1f} times quicker"
+
+
+def _seconds(row: Estimate) -> str:
+    seconds = row.time.seconds
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
