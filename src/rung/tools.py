@@ -1,4 +1,4 @@
-"""The flags of the commands that look at machines, not at tasks: `rung bench` and `rung doctor`. Part of `cli.py`."""
+"""The flags of commands that look at machines, not at tasks: `rung bench`, `doctor`, `calibrate`. Part of `cli.py`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ def add_tools(commands: Any) -> None:
     doctor.add_argument("--json", dest="as_json", action="store_true", help="the findings as JSON on standard output")
     doctor.set_defaults(call=_doctor)
 
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure this machine for rung plan",
+        description="Measure matrix products, memory bandwidth, the cost of an operation and collectives with several "
+        "numbers of processes, and write them as a record of hardware. `rung plan TASK --cluster 2xhere` uses it. It "
+        "takes less than two minutes.",
+    )
+    calibrate.add_argument(
+        "--nproc", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of processes (default 1 2 4)"
+    )
+    calibrate.add_argument("--out", metavar="FILE.toml", help="where the record goes (default runs/hardware.toml)")
+    calibrate.add_argument("--json", dest="as_json", action="store_true", help="where it went, as JSON")
+    calibrate.set_defaults(call=_calibrate)
+
 
 def _add_collectives(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
@@ -69,6 +83,15 @@ def _collectives(options: argparse.Namespace) -> int:
     from rung.bench.command import Asked, collectives_command
 
     return collectives_command(Asked(**_given(options)))
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from rung.errors import ConfigError
+    from rung.planner.calibrate import calibrate_command
+
+    if min(options.nproc) < 1:
+        raise ConfigError(f"--nproc {min(options.nproc)}: at least one process measures.")
+    return calibrate_command(sorted(set(options.nproc)), options.out, as_json=options.as_json)
 
 
 def _doctor(options: argparse.Namespace) -> int:

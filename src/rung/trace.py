@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from rung import fakes
+from rung import fakes, like_cuda
 from rung.record import Message, Recorder, group_of
 from rung.status import StatusWriter
 from rung.world import World
@@ -190,6 +190,8 @@ class Tracer(Recorder):
         reads = [self._number(tensor) for tensor in inputs]
         known = len(self.trace.allocations)
         writes = [self._number(tensor) for tensor in outputs]
+        if self._world.device_type == "cuda" and not self._world.has_storage:
+            self._note_workspace(like_cuda.workspace_of(func._schema.name, inputs, outputs))
         if func.namespace in ("c10d", "_c10d_functional"):
             return output
         if self._computes(func, reads, writes, known):
@@ -267,6 +269,13 @@ class Tracer(Recorder):
             known.kind = "gathered"
         self._return(known)
         self._take(key, size, "gathered")
+
+    def _note_workspace(self, num_bytes: int) -> None:
+        """What an operation takes for itself while it runs."""
+        if num_bytes:
+            allocation = self._take(-len(self.trace.allocations) - 1, num_bytes, "temporary")
+            del self._by_storage[-allocation.number - 1]
+            self._return(allocation)
 
     # -- operations ----------------------------------------------------------------------------------------------
 

@@ -109,8 +109,8 @@ def _can_go(clock: _Clock, arrivals: dict[tuple[int, int], list[float]]) -> bool
 
 def _walk(clock: _Clock, cluster: Cluster, arrivals: dict[tuple[int, int], list[float]]) -> Iterator[str]:
     """Advance one rank; pauses where it needs what another has not sent yet."""
-    device, run = cluster.device, clock.run
-    layout = run.layout
+    run = clock.run
+    layout, device = run.layout, cluster.device_for(run.layout.num_ranks)
     stage = layout.coordinates(run.rank)["pp"]
     received: dict[tuple[int, int], int] = defaultdict(int)
     for event in run.trace.events[run.second_step :]:
@@ -168,7 +168,7 @@ def _compute(clock: _Clock, work: Work, device: Device) -> None:
 
 
 def _communicate(clock: _Clock, event: Sent, cluster: Cluster) -> None:
-    message, device = event.message, cluster.device
+    message, device = event.message, cluster.device_for(clock.run.layout.num_ranks)
     ready = max((clock.ready.get(number, (0.0, ""))[0] for number in event.touches), default=0.0)
     start = max(clock.host, ready, clock.groups[message.axis])
     if not device.overlaps:
@@ -184,7 +184,7 @@ def _communicate(clock: _Clock, event: Sent, cluster: Cluster) -> None:
 
 def duration(work: Work, device: Device) -> tuple[float, str]:
     """Seconds of one operation by itself, and what limits it."""
-    moved = work.num_bytes / (device.bandwidth * device.bandwidth_efficiency)
+    moved = work.num_bytes / device.moving_rate(work.num_bytes)
     if not work.flops:
         return device.launch + moved, "memory"
     share = next((share for name, share in _KERNELS.items() if work.name.startswith(name)), 1.0)

@@ -103,7 +103,7 @@ class Estimator:
         )
 
     def _memory(self, run: DryRun) -> Memory:
-        device = self.cluster.device
+        device = self.cluster.device_for(run.layout.num_ranks)
         on_gpu = device.kind == "cuda"
         peak = find_peak(run.trace, rounding=ROUNDING if on_gpu else 1)
         spaces = dict(device.workspaces) if on_gpu else {}

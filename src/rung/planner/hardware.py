@@ -17,10 +17,13 @@ from typing import Any
 from rung.errors import ConfigError, nearest
 
 _RECORDS = Path(__file__).parent / "records"
+HERE = "here"  # the name of this machine's own record, which `rung calibrate` writes to
+HERE_FILE = Path("runs/hardware.toml")
 _MIB = 2**20
 Curve = tuple[tuple[float, float], ...]
-# Shares of the largest rate that products of so many operations reach on an H200.
+# Shares of the largest rate that products of so many operations reach on an H200, in half precision and in full.
 _EFFICIENCY: Curve = ((1e6, 0.0004), (1e8, 0.02), (1e9, 0.12), (1e10, 0.42), (1e11, 0.68), (1e12, 0.75), (1e13, 0.78))
+_FULL_EFFICIENCY: Curve = ((1e6, 0.001), (1e8, 0.08), (1e9, 0.45), (1e10, 0.72), (1e11, 0.76), (1e13, 0.76))
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Device:
     bandwidth: float
     link: str
     matrix: Mapping[str, float]
-    matrix_efficiency: Curve = _EFFICIENCY
+    matrix_efficiency: Curve = _EFFICIENCY  # in half precision
+    full_efficiency: Curve = _FULL_EFFICIENCY  # in fp32 and fp64
     bandwidth_efficiency: float = 0.85
     launch: float = 2e-6
     issue: float = 9e-6
@@ -43,14 +47,21 @@ class Device:
     communicator: int = 300 * _MIB
     overlaps: bool = True  # whether messages travel while it computes
     rates: Mapping[str, Curve] = field(default_factory=dict)  # measured: operations of a product -> operations a second
+    bandwidths: Curve = ()  # measured: bytes of an operation -> bytes a second
 
     def product_rate(self, dtype: str, flops: float) -> float:
         """Operations a second in a matrix product of so many."""
         measured = self.rates.get(dtype)
         if measured:
-            return _between(measured, flops)
+            return interpolate(measured, flops)
         peak = self.matrix.get(dtype) or self.matrix.get("fp32") or max(self.matrix.values())
-        return peak * _between(self.matrix_efficiency, flops)
+        return peak * interpolate(self.matrix_efficiency if dtype in ("bf16", "fp16") else self.full_efficiency, flops)
+
+    def moving_rate(self, num_bytes: float) -> float:
+        """Bytes a second in an operation that reads and writes so many."""
+        if self.bandwidths:
+            return interpolate(self.bandwidths, num_bytes)
+        return self.bandwidth * self.bandwidth_efficiency
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,12 @@ class Cluster:
     per_node: int
     inside: Link
     between: Link | None = None
+    # What one device does when only so many are at work: processes on a CPU share it.
+    shared: Mapping[int, Device] = field(default_factory=dict)
+
+    def device_for(self, num_ranks: int) -> Device:
+        """A device while `num_ranks` of the cluster compute."""
+        return self.shared.get(min(num_ranks, self.per_node), self.device)
 
     @property
     def num_devices(self) -> int:
@@ -93,6 +110,7 @@ class Cluster:
 
 
 def devices(extra: Path | None = None) -> dict[str, Device]:
+    """All known devices: those that come with Rung, this machine's own where it was calibrated, and a file's."""
     found = {name: _make(Device, name, table) for name, table in _tables("devices.toml").items()}
     for name, table in (_user_tables(extra).get("devices") or {}).items():
         found[name] = _make(Device, name, table, found.get(table.get("like", "")))
@@ -126,6 +144,8 @@ def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
             f"--cluster {text!r}: no record of a device {name!r}.{nearest(name, list(known))} Known are "
             f"{', '.join(known)}; a file of your own adds to them (--hardware FILE)."
         )
+    if first is None and second is None and found == HERE:
+        raise ConfigError(f"--cluster {text!r}: say how many processes, as in '2xhere'.")
     nodes, per_node = (int(first), int(second)) if first and second else (1, int(first or second or 1))
     if nodes < 1 or per_node < 1:
         raise ConfigError(f"--cluster {text!r}: a cluster has at least one device.")
@@ -144,7 +164,14 @@ def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
         between = given[0]
     elif given:
         inside = given[0]
-    return Cluster(device, nodes, per_node, inside, between if nodes > 1 else None)
+    prefix = f"{found}-"
+    shared = {
+        int(key[len(prefix) :]): one
+        for key, one in known.items()
+        if key.startswith(prefix) and key[len(prefix) :].isdigit()
+    }
+    device = shared.get(per_node, device)
+    return Cluster(device, nodes, per_node, inside, between if nodes > 1 else None, shared)
 
 
 def _link(text: str, whole: str, extra: Path | None) -> Link:
@@ -174,6 +201,7 @@ def _tables(name: str) -> dict[str, Any]:
 
 
 def _user_tables(path: Path | None) -> dict[str, Any]:
+    path = path or (HERE_FILE if HERE_FILE.exists() else None)
     if path is None:
         return {}
     try:
@@ -188,7 +216,7 @@ def _make(kind: Any, name: str, table: Mapping[str, Any], like: Any = None) -> A
     for key in values:
         if key not in known:
             raise ConfigError(f"the record of {name}: unknown key {key!r}.{nearest(key, sorted(known))}")
-    for key in ("matrix_efficiency",):
+    for key in ("matrix_efficiency", "full_efficiency", "bandwidths"):
         if key in values:
             values[key] = tuple((float(a), float(b)) for a, b in values[key])
     if "rates" in values:
@@ -207,7 +235,7 @@ def _make(kind: Any, name: str, table: Mapping[str, Any], like: Any = None) -> A
         raise ConfigError(f"the record of {name} lacks {', '.join(needed) or 'a value'}.") from None
 
 
-def _between(curve: Curve, at: float) -> float:
+def interpolate(curve: Curve, at: float) -> float:
     """On a curve of points, by the logarithm of both; its ends go on as they are."""
     if at <= curve[0][0]:
         return curve[0][1]
@@ -216,6 +244,3 @@ def _between(curve: Curve, at: float) -> float:
             share = (math.log(at) - math.log(x0)) / (math.log(x1) - math.log(x0))
             return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
     return curve[-1][1]
-
-
-interpolate = _between
