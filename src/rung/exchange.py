@@ -77,6 +77,10 @@ class Settings(Protocol):
     def local_steps(self) -> int: ...
     @property
     def outer(self) -> str: ...
+    @property
+    def outer_lr(self) -> float: ...
+    @property
+    def outer_momentum(self) -> float: ...
 
 
 def refuse_exchange(config: Settings, layout: Layout) -> None:
@@ -85,6 +89,10 @@ def refuse_exchange(config: Settings, layout: Layout) -> None:
         (f"--compress {config.compress}", config.compress != "none"),
         (f"--local-steps {config.local_steps}", config.local_steps > 1),
     ):
+        if asks and layout.name == "single":
+            raise ConfigError(
+                f"{flag}: one process exchanges nothing. Use --nproc 2 or more, with ddp, or leave it out."
+            )
         if asks and layout.name != "ddp":
             raise ConfigError(
                 f"{flag} is about how ddp exchanges gradients; {layout.name} does so in another way. "
@@ -92,6 +100,9 @@ def refuse_exchange(config: Settings, layout: Layout) -> None:
             )
     if config.outer != "average" and config.local_steps == 1:
         raise ConfigError(f"--outer {config.outer} needs --local-steps H: it is about what happens after H steps.")
+    for name, usual in (("outer_lr", 0.7), ("outer_momentum", 0.9)):
+        if getattr(config, name) != usual and config.outer != "diloco":
+            raise ConfigError(f"{name}={getattr(config, name)} is for --outer diloco, which is not asked for.")
     if config.compress != "none" and config.local_steps > 1:
         raise ConfigError(
             f"--compress {config.compress} is for gradients that are exchanged in every step, and with --local-steps "

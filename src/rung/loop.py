@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rung.batches import Batches, Window
@@ -125,7 +125,7 @@ class _Loop:
             at_end(self._position.step)
         state = self._world.gather([float(count) for count in self._runtime.state_bytes().values()])
         kept = [dict(zip(self._runtime.state_bytes(), map(int, row), strict=True)) for row in state]
-        sent = self._world.gather_objects({name: asdict(t) for name, t in self._runtime.traffic().items()})
+        sent = self._world.gather_objects({name: t.as_json() for name, t in self._runtime.traffic().items()})
         facts = {"steps": self._position.step, "seconds": time.perf_counter() - started, "state_bytes": kept}
         told: dict[str, Any] = {"traffic": sent} if any(sent) else {}
         if self._runtime.device_0_bytes():

@@ -110,6 +110,15 @@ class Task:
                     found[f"{name}.{parameter.name}"] = parameter.default
         return found
 
+    def remote_patterns(self) -> list[str]:
+        """Names of the modules that live on servers."""
+        if not self.remote:
+            raise TaskError(
+                f"{self.name}: ddp+ps has to know which modules live on the servers. Name the large ones in the task, "
+                'as in remote = ["embedding"], or use ddp.'
+            )
+        return list(self.remote)
+
     def bind(self, settings: Mapping[str, Any]) -> Task:
         """The task with arguments fixed: {'model.depth': 8}."""
         known = self.arguments()

@@ -254,9 +254,8 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
         world.device.type,
         f" ({world.backend})" if layout.is_distributed else "",
     )
-    log.info(
-        "  model: %s parameters%s, %s", f"{trainable:,}", f" ({frozen:,} frozen)" if frozen else "", config.precision
-    )
+    told = f"{trainable + frozen:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
+    log.info("  model: %s, %s", told, config.precision)
     per_rank = -(-cut.global_micro_batch // cut.num_ranks)
     samples = f"{batches.num_samples:,} samples" if batches.num_samples is not None else "an iterable data set"
     readers = f"{'data ' if layout.is_composed else ''}rank{'s' if cut.num_ranks > 1 else ''}"

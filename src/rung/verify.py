@@ -30,14 +30,19 @@ from rung.launch.local import launch
 from rung.launch.server import warm_up
 from rung.parallel.batchnorm import batch_norms
 from rung.runtime import build_runtime
-from rung.strategy import SCHEDULES, Layout, natural_num_ranks, parse
+from rung.strategy import SCHEDULES, WITH_SERVERS, Layout, natural_num_ranks, parse
 from rung.task import load_task
 from rung.train import Job
 from rung.world import pretend_world
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 OPTIMIZERS = ("sgd", "task")
-_FOR_CUT_MODELS = ("sequence_parallel", "split", "schedule")  # settings that one process refuses
+# Settings that one process refuses: each strategy gets those that it has a use for.
+_FOR_CUT_MODELS = ("sequence_parallel", "split", "schedule")
+_FOR_SERVERS = ("servers", "staleness", "rpc_host")
+_FOR_DDP = (
+    "compress", "compress_warmup", "topk_values", "local_steps", "outer", "outer_lr", "outer_momentum",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,15 +104,15 @@ def verify_command(
     names = choose_strategies(strategies, num_ranks, has_remote=load_task(path).remote is not None)
     by_name = {name for name in strategies if name != "all"}
     asked = resolve(load_task(path), flags=flags, assignments=assignments).config
-    alone = {key: value for key, value in assignments.items() if key not in ("offload", *_FOR_CUT_MODELS)}
+    elsewhere = ("offload", *_FOR_CUT_MODELS, *_FOR_SERVERS, *_FOR_DDP)
+    alone = {key: value for key, value in assignments.items() if key not in elsewhere}
     plan = prepare(path, flags={**flags, "nproc": 1, "strategy": "single", "offload": "none"}, assignments=alone)
     config = replace(
         plan.config,
         precision=precision,
         batch_norm="sync",
         dropout=False,
-        sequence_parallel=asked.sequence_parallel,
-        split=asked.split,
+        **{name: getattr(asked, name) for name in (*_FOR_CUT_MODELS, *_FOR_SERVERS, *_FOR_DDP)},
         log_every=1,
         eval_every="never",
         epochs=None,
@@ -235,7 +240,7 @@ class _Jobs:
 
     def row(self, strategy: str, num_ranks: int, optimizer: str, tolerance: float) -> Row:
         try:
-            reference = self._reference(optimizer, parse(strategy, num_ranks))
+            reference = self._reference(optimizer, self._layout(strategy, num_ranks))
             found = compare(self._run(strategy, num_ranks, optimizer, self._config.micro_batch), reference)
         except RungError as error:
             # Its logs lie in a directory that goes with this command.
@@ -246,7 +251,7 @@ class _Jobs:
 
     def why_impossible(self, strategy: str, num_ranks: int) -> str | None:
         """What stands in the way of a strategy that cuts the model or its batch; found in a pretend world."""
-        layout = parse(strategy, num_ranks)
+        layout = self._layout(strategy, num_ranks)
         if not layout.is_composed and layout.kind != "dp":
             return None
         if strategy not in self._reasons:
@@ -286,10 +291,17 @@ class _Jobs:
         losses, norms = ([float(row[key]) for row in steps] for key in ("loss", "grad_norm"))
         return Trace(losses, norms, tensors, set(buffers))
 
+    def _layout(self, strategy: str, num_ranks: int) -> Layout:
+        return parse(strategy, num_ranks, servers=self._config.servers if strategy in WITH_SERVERS else None)
+
     def _job(self, strategy: str, num_ranks: int, optimizer: str, micro_batch: int | None, folder: Path | None) -> Job:
-        layout = parse(strategy, num_ranks)
+        layout, plain = self._layout(strategy, num_ranks), RunConfig()
         config = replace(
             self._config,
+            **{name: getattr(plain, name) for name in _FOR_DDP if layout.name != "ddp"},
+            servers=self._config.servers if layout.servers else None,
+            staleness=self._config.staleness if layout.kind == "ps-async" else None,
+            rpc_host=self._config.rpc_host if layout.uses_rpc else None,
             strategy=strategy,
             nproc=str(num_ranks),
             micro_batch=micro_batch,

@@ -227,7 +227,7 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1 and not self.pretend:
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1, dtype=torch.uint8))
 
     def close(self) -> None:
         if self._calls is not None:

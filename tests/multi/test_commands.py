@@ -155,6 +155,10 @@ def test_verify_proves_a_task_and_finds_a_wrong_one(task: Path, tmp_path: Path) 
     ]
     assert all(row["parameters"] < 1e-9 for row in result["rows"])
 
+    # Settings of one strategy are not held against the others, nor against the one process.
+    served = ("--nproc", "3", "--strategies", "ps", "ddp", "--set", "servers=2", "--steps", "2", "--json")
+    assert json.loads(rung("verify", str(task), *served).stdout)["passed"]
+
     # Its loss looks at the rank: no strategy can make that right, and verify must say so.
     wrong = tmp_path / "wrong.py"
     wrong.write_text(

@@ -288,6 +288,10 @@ def test_checkpoints_of_ps_async_are_those_of_whole_steps(task_file: Path) -> No
     on_ranks(run_job, 2, Job(str(task_file), "ps-async", asynchronous, {}, str(folder), resume=True))
     assert [row["step"] for row in rows(folder, "step")] == list(range(1, 21))
     assert [row["step"] for row in rows(folder, "resume")] == [10, 14]
+    # Ten steps with two servers, each of which tells what it received and gave.
+    sent = rows(folder, "end")[0]["traffic"]
+    assert [one["push"]["messages"] for one in sent] == [10, 10]
+    assert all(one["pull"]["messages"] >= 10 and one["pull"]["num_bytes"] > 0 for one in sent)
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):

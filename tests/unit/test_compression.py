@@ -73,6 +73,8 @@ def test_a_wrong_text_of_compress_is_refused_with_what_is_right(text: str, told:
         ({"compress": "topk"}, "zero1", "--compress topk is about how ddp exchanges.*zero1.*--strategy ddp"),
         ({"local_steps": 4}, "fsdp", "--local-steps 4 is about how ddp"),
         ({"outer": "diloco"}, "ddp", "--outer diloco needs --local-steps"),
+        ({"local_steps": 4, "outer_lr": 0.5}, "ddp", "outer_lr=0.5 is for --outer diloco"),
+        ({"compress": "fp16"}, "single", "one process exchanges nothing. Use --nproc 2"),
         ({"compress": "onebit", "local_steps": 4}, "ddp", "--compress onebit .* with --local-steps 4 none are"),
         ({"topk_values": "sign"}, "ddp", "topk_values=sign needs --compress topk"),
         ({"compress": "fp16", "compress_warmup": 3}, "ddp", "compress_warmup=3 is for --compress topk and powersgd"),
@@ -80,7 +82,7 @@ def test_a_wrong_text_of_compress_is_refused_with_what_is_right(text: str, told:
 )
 def test_contradictions_are_refused_by_name(settings: dict[str, Any], strategy: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        refuse_contradictions(RunConfig(**settings), parse(strategy, 2))
+        refuse_contradictions(RunConfig(**settings), parse(strategy, 1 if strategy == "single" else 2))
 
 
 @pytest.mark.parametrize(("key", "value"), [("outer_lr", 0.0), ("outer_momentum", 1.0), ("compress_warmup", -1)])

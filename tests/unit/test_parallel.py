@@ -15,7 +15,7 @@ from rung.parallel.batchnorm import synchronise_batch_norm
 from rung.parallel.blocks import find_blocks
 from rung.parallel.gradients import clip, global_norm
 from rung.parallel.sharding import choose_units
-from rung.runtime.forward import NoDropout, map_tensors
+from rung.runtime.forward import NoDropout, default_type, map_tensors
 from rung.runtime.optimizer import make_optimizer
 from tests.tasks import TinyCNN, TinyGPT, image_task
 
@@ -150,3 +150,14 @@ def test_tensors_are_found_in_any_nesting() -> None:
     nested = {"a": [torch.ones(1), ("x", torch.ones(1))], "b": 3}
     found = map_tensors(nested, lambda t: t + 1)
     assert found["a"][0] == 2 and found["a"][1][1] == 2 and found["b"] == 3 and found["a"][1][0] == "x"
+
+
+def test_threads_share_the_default_type_and_leave_it_as_it_was() -> None:
+    """torch's is one for the process: of two threads that overlap, the one that came second must not keep it."""
+    first, second = default_type(torch.float64), default_type(torch.float64)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.get_default_dtype() == torch.float64
+    second.__exit__(None, None, None)
+    assert torch.get_default_dtype() == torch.float32

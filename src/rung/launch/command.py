@@ -96,6 +96,8 @@ def prepare(
     config = resolved.config
     refuse_contradictions(config, layout)
     outside.refuse_over_mpi(config, layout)
+    if layout.kind == "ddp+ps":
+        task.remote_patterns()
     task.bind(resolved.arguments)
     device = choose_device(config.device, config.backend, 0, terms.processes[1])
     if layout.is_distributed:

@@ -7,6 +7,7 @@ dry run in a pretend one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,7 @@ def build_runtime(
         example = map_tensors(example, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t)
 
     def run(model: torch.nn.Module, batch: Any) -> Any:
-        with autocast(config, world.device), default_type(dtype or torch.get_default_dtype()):
+        with autocast(config, world.device), default_type(dtype) if dtype is not None else nullcontext():
             return call_model(task, model, batch)[0]
 
     places, remote = _place_on_servers(weights, world, task) if layout.servers else ({}, {})

@@ -20,12 +20,12 @@ from rung.batches import Batches, Window
 from rung.config import RunConfig
 from rung.parallel.materialize import Weights, is_absent
 from rung.rpc import answers_later
-from rung.runtime.base import LocalStep
+from rung.runtime.base import LocalStep, Traffic
 from rung.runtime.measure import means
 from rung.runtime.office import Delivery, Errand, Office
 from rung.runtime.optimizer import learning_rate
 from rung.runtime.parameter_server import Gradients, place_parameters
-from rung.runtime.servers import ServerRuntime, collect_weights
+from rung.runtime.servers import ServerRuntime, collect_weights, num_bytes
 from rung.world import World
 
 _PING_SECONDS = 0.5
@@ -51,6 +51,7 @@ class Desk:
         self._version = -1  # nothing to be pulled yet
         self._left: dict[int, Gradients] = {}
         self._order: deque[int] = deque()
+        self.traffic = {"push": Traffic(), "pull": Traffic()}  # of this server, with all trainers
         self._changed = threading.Condition()
         self.office: Office | None = None
 
@@ -68,7 +69,9 @@ class Desk:
         """Copies of what this server keeps, after `version` updates or more."""
         with self._changed:
             self._changed.wait_for(lambda: self._version >= version)
-            return [tensor.detach().cpu().clone() for tensor in self._runtime.pulled]
+            values = [tensor.detach().cpu().clone() for tensor in self._runtime.pulled]
+            self.traffic["pull"].add(num_bytes(values))
+            return values
 
     @property
     def version(self) -> int:
@@ -77,6 +80,12 @@ class Desk:
     def leave(self, ticket: int, gradients: Gradients) -> None:
         with self._changed:
             self._left[ticket] = gradients
+            self.traffic["push"].add(num_bytes(gradients))
+
+    def arrived(self, gradients: Gradients) -> None:
+        """On the first server: delivered."""
+        with self._changed:
+            self.traffic["push"].add(num_bytes(gradients))
 
     def discard(self, ticket: int) -> None:
         with self._changed:
@@ -145,6 +154,8 @@ def follow(ticket: int) -> None:
 
 
 def deliver(ticket: int, content: Any) -> bool:
+    if "gradients" in content:
+        _at_desk().arrived(content["gradients"])
     return _at_office().deliver(ticket, content)
 
 
@@ -292,6 +303,9 @@ class AsyncServer(ServerRuntime):
     def _tell_to_discard(self, ticket: int) -> None:
         for server in range(1, self.world.layout.servers):
             self.world.calls.start(server, discard, ticket)
+
+    def traffic(self) -> dict[str, Traffic]:
+        return self._desk.traffic
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return collect_weights(self.model, self.world, self.spread.places)

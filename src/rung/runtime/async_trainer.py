@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from rung.batches import Batches, Window
 from rung.parallel.gradients import clip
 from rung.runtime import async_server as there
-from rung.runtime.base import Traffic
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.office import TRAIN, Errand
 from rung.runtime.parameter_server import Gradients
-from rung.runtime.servers import num_bytes, on_host
+from rung.runtime.servers import on_host
 
 
 class AsyncTrainer(MeshRuntime):
@@ -33,7 +32,6 @@ class AsyncTrainer(MeshRuntime):
         ]
         self._buffers = [buffer for _, buffer in self.model.named_buffers()]
         self._gradients: list[Gradients] = []
-        self._traffic = {"push": Traffic(), "pull": Traffic()}
 
     def work(self, batches: Batches, make_evaluation: Callable[[], Batches] | None) -> str:
         """Run errands until sent home. Returns the servers' last word: finished, or stopped."""
@@ -78,8 +76,6 @@ class AsyncTrainer(MeshRuntime):
             "loss": on_host(result.loss_share),
             "norm": on_host(result.grad_norm),
         }
-        for gradients in self._gradients:
-            self._traffic["push"].add(num_bytes(gradients))
         calls.call(0, there.deliver, errand.ticket, content)  # too late, perhaps: then it was given to another
 
     def _update(self, want_norm: bool) -> Tensor | None:
@@ -100,7 +96,6 @@ class AsyncTrainer(MeshRuntime):
         answers = [calls.start(server, there.pull, version) for server in range(self.world.layout.servers)]
         for server, (own, answer) in enumerate(zip(self._parameters, answers, strict=True)):
             values = answer.wait()
-            self._traffic["pull"].add(num_bytes(values))
             targets = [*own, *self._buffers] if server == 0 else own
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)
@@ -116,6 +111,3 @@ class AsyncTrainer(MeshRuntime):
                     known = sums.get(name, (0.0, 0.0))
                     sums[name] = known[0] + total.item(), known[1] + count.item()
         return sums
-
-    def traffic(self) -> dict[str, Traffic]:
-        return self._traffic

@@ -37,6 +37,10 @@ class Traffic:
         self.messages += messages
         self.num_bytes += num_bytes
 
+    def as_json(self) -> dict[str, int]:
+        told = {"messages": self.messages, "num_bytes": self.num_bytes}
+        return {**told, "plain_bytes": self.plain_bytes} if self.plain_bytes else told
+
     def saving(self) -> str:
         """A line about what was compressed."""
         if not self.num_bytes:

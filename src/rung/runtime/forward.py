@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -90,14 +91,31 @@ def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, dtype=half) if half is not None else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def default_type(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+class _DefaultType:
+    """torch's default type is that of the whole process: the first thread to enter changes it, the last undoes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = torch.float32
+
+    @contextlib.contextmanager
+    def __call__(self, dtype: torch.dtype) -> Iterator[None]:
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch.get_default_dtype()
+                torch.set_default_dtype(dtype)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    torch.set_default_dtype(self._before)
+
+
+default_type = _DefaultType()
 
 
 def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -33,14 +33,9 @@ _Key = tuple[int, int]  # trainer, and the number of its call
 
 def place_modules(model: nn.Module, task: Task, num_servers: int) -> dict[str, int]:
     """The server of each module that the task wants there."""
-    if not task.remote:
-        raise TaskError(
-            f"{task.name}: ddp+ps has to know which modules live on the servers. Name the large ones in the task, as "
-            'in remote = ["embedding"], or use ddp.'
-        )
     known = [name for name, _ in model.named_modules() if name]
     chosen: list[str] = []
-    for pattern in task.remote:
+    for pattern in task.remote_patterns():
         matching = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
         if not matching:
             raise TaskError(f"{task.name}: remote names {pattern!r}, which the model has not.{nearest(pattern, known)}")
