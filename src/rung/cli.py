@@ -321,12 +321,28 @@ def _train(options: argparse.Namespace) -> int:
     from rung.launch.command import train
 
     flags = {name: getattr(options, name) for name in FLAGS}
+    if flags["strategy"] == "auto":
+        flags = _planned(options, flags)
     return train(
         options.task,
         config_file=options.config,
         flags=flags,
         assignments=_assignments(options.set),
         resume=options.resume,
+    )
+
+
+def _planned(options: argparse.Namespace, flags: dict[str, Any]) -> dict[str, Any]:
+    from rung.planner.auto import choose_flags
+
+    if options.resume or outside_place() is not None:
+        raise ConfigError("--strategy auto is for a new run that `rung train` starts. Name a strategy.")
+    return choose_flags(
+        options.task,
+        config_file=options.config,
+        flags=flags,
+        assignments=_assignments(options.set),
+        say=lambda line: print(line, flush=True),
     )
 
 

@@ -28,7 +28,7 @@ class RunConfig:
     """Every setting of a run. Those with a flag are the stable core; the rest are for --set, a file or the task."""
 
     strategy: str | None = _setting(
-        None, "how to spread the task; default: single, or ddp for several processes", str, flag=True
+        None, "how to spread the task, or auto; default: single, or ddp for several processes", str, flag=True
     )
     nproc: str | None = _setting(
         None, "processes on each machine, or MIN:MAX if they may change; default: one per GPU, or 1", str, flag=True

@@ -104,38 +104,43 @@ def _time(function: Callable[[], Any], where: torch.device, at_least: float = 0.
     return min(run(times) for _ in range(3 if once < _SLOW else 1))
 
 
-def calibrate_command(nprocs: list[int], out: str | None, *, as_json: bool) -> int:
-    """Measure this machine with each number of processes and write the record. Returns the exit code."""
-    path = Path(out) if out is not None else HERE_FILE
+def calibrate(nprocs: list[int], path: Path, tell: Callable[[str], None] = lambda text: None) -> dict[int, Abilities]:
+    """Measure this machine with each number of processes, and write the record."""
     warm_up(["rung.bench.collectives", "rung.planner.calibrate"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[int, Abilities] = {}
     times: dict[str, list[tuple[float, float]]] = {}
-    with Console(file=sys.stderr).status("calibrating") as shown:
-        for nproc in nprocs:
-            shown.update(f"calibrating: {nproc} process{'es' if nproc > 1 else ''}")
-            everyone = on_ranks(measure_abilities, nproc, device, timeout=300)
-            found[nproc] = everyone[0]
-            if nproc > 1:
-                cases = tuple(Case(op, "float32", size) for op in _OPS for size in _SIZES)
-                plan = Plan(cases, "nccl" if device == "cuda" else "gloo", device, "sum", 0.1)
-                for record in run_on_ranks(plan, nproc, lambda told: None).records:
-                    if record.seconds is not None:
-                        times.setdefault(f"{record.op}:{nproc}", []).append((float(record.bytes), record.seconds))
-    text = _record(device, found, times)
+    for nproc in nprocs:
+        tell(f"calibrating: {nproc} process{'es' if nproc > 1 else ''}")
+        everyone = on_ranks(measure_abilities, nproc, device, timeout=300)
+        found[nproc] = everyone[0]
+        if nproc > 1:
+            cases = tuple(Case(op, "float32", size) for op in _OPS for size in _SIZES)
+            plan = Plan(cases, "nccl" if device == "cuda" else "gloo", device, "sum", 0.1)
+            for record in run_on_ranks(plan, nproc, lambda told: None).records:
+                if record.seconds is not None:
+                    times.setdefault(f"{record.op}:{nproc}", []).append((float(record.bytes), record.seconds))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(_record(device, found, times))
+    return found
+
+
+def calibrate_command(nprocs: list[int], out: str | None, *, as_json: bool) -> int:
+    """The command. Returns the exit code."""
+    path = Path(out) if out is not None else HERE_FILE
+    with Console(file=sys.stderr).status("calibrating") as shown:
+        found = calibrate(nprocs, path, shown.update)
     if as_json:
         sys.stdout.write(json.dumps({"file": str(path), "processes": nprocs}) + "\n")
-    else:
-        console = Console(file=sys.stdout, highlight=False)
-        for nproc, one in found.items():
-            rates = {name: max(rate for _, rate in curve) for name, curve in one.rates.items()}
-            best = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in rates.items())
-            moved = max(rate for _, rate in one.bandwidths) / 1e9
-            who = "1 process" if nproc == 1 else f"{nproc} processes, each"
-            console.print(f"{who}: {best}; {moved:.3g} GB/s; {one.issue * 1e6:.3g} us an operation", soft_wrap=True)
-        console.print(f"written: {path}; use it with `rung plan TASK --cluster {max(nprocs)}x{HERE}`", soft_wrap=True)
+        return 0
+    console = Console(file=sys.stdout, highlight=False)
+    for nproc, one in found.items():
+        rates = {name: max(rate for _, rate in curve) for name, curve in one.rates.items()}
+        best = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in rates.items())
+        moved = max(rate for _, rate in one.bandwidths) / 1e9
+        who = "1 process" if nproc == 1 else f"{nproc} processes, each"
+        console.print(f"{who}: {best}; {moved:.3g} GB/s; {one.issue * 1e6:.3g} us an operation", soft_wrap=True)
+    console.print(f"written: {path}; use it with `rung plan TASK --cluster {max(nprocs)}x{HERE}`", soft_wrap=True)
     return 0
 
 

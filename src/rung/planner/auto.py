@@ -1,0 +1,69 @@
+"""`rung train --strategy auto`: plan for this machine, say what was chosen and why, and train with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rung.config import count_range, resolve
+from rung.errors import ConfigError
+from rung.planner.calibrate import calibrate
+from rung.planner.hardware import HERE, HERE_FILE, Cluster, devices, parse_cluster
+from rung.planner.plan import make_plan
+from rung.task import load_task
+
+_LINES = 3
+
+
+def choose_flags(
+    path: str | Path,
+    *,
+    config_file: str | None,
+    flags: Mapping[str, Any],
+    assignments: Mapping[str, str],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The flags of `rung train` with the planned strategy in the place of "auto", and what goes with it."""
+    task = load_task(path)
+    resolved = resolve(task, file=config_file, flags={**flags, "strategy": None}, assignments=assignments)
+    config = resolved.config
+    low, high = count_range(config.nproc) if config.nproc is not None else (0, 0)
+    if config.nnodes != "1" or low != high:
+        raise ConfigError(
+            "--strategy auto plans for a fixed number of processes on one machine. Use `rung plan TASK --cluster ...` "
+            "and give the strategy that it names."
+        )
+    on_gpu = torch.cuda.is_available() and config.device != "cpu"
+    nproc = high or (torch.cuda.device_count() if on_gpu else 1)
+    cluster = local_cluster(nproc, on_gpu=on_gpu, say=say)
+    plan = make_plan(task.bind(resolved.arguments), config, cluster)
+    if plan.chosen is None:
+        raise ConfigError(" ".join(plan.words))
+    chosen = plan.chosen
+    say(f"auto: {chosen.layout.name} of {len(plan.rows) + len(plan.rejected)} layouts on {cluster.describe()}")
+    for line in plan.words[: _LINES - 1]:
+        say(f"  {line}")
+    wanted = {**flags, "strategy": chosen.layout.name, "nproc": str(chosen.layout.num_ranks)}
+    if chosen.num_micro_batches > 1:
+        wanted["micro_batch"] = chosen.micro_batch
+    if chosen.checkpointing != "none":
+        wanted["activation_checkpointing"] = chosen.checkpointing
+    return wanted
+
+
+def local_cluster(nproc: int, *, on_gpu: bool, say: Callable[[str], None]) -> Cluster:
+    """This machine: by the record of its GPU, or by what was measured here, which is done now if it was not yet."""
+    known = devices()
+    if on_gpu:
+        name = torch.cuda.get_device_name()
+        found = next((key for key in sorted(known, key=len, reverse=True) if key.lower() in name.lower()), None)
+        if found is not None:
+            return parse_cluster(f"{nproc}x{found}")
+    missing = sorted({n for n in (1, nproc) if f"{HERE}-{n}" not in known})
+    if missing:
+        say(f"auto: measuring this machine once ({HERE_FILE}; `rung calibrate` does it again)")
+        calibrate(sorted({1, nproc}), HERE_FILE)
+    return parse_cluster(f"{nproc}x{HERE}")
