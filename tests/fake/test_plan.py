@@ -14,6 +14,7 @@ from torch import nn
 from rung.cli import main
 from rung.config import RunConfig
 from rung.errors import ConfigError, ModelError
+from rung.planner import auto, calibrate
 from rung.planner.candidates import layouts_for, rung_of
 from rung.planner.cost import StepTime, group_of, step_time
 from rung.planner.dryrun import DryRun, dry_run, take_two_steps
@@ -255,10 +256,10 @@ def small_plan(cluster: str, model: Any, batch_size: int = 4, **changes: Any) ->
 
 
 def test_a_small_model_is_told_one_device() -> None:
-    plan = small_plan("4xH100, ethernet", TinyGPT)
+    plan = small_plan("2xH100, ethernet", TinyGPT, batch_size=2)
     assert plan.chosen.layout.name == "single"
     assert plan.words[0].startswith("one device is enough")
-    assert len(plan.rows) > 8
+    assert {"single", "ddp", "zero3", "tp2", "pp2"} <= {row.layout.name for row in plan.rows}
 
 
 def test_what_cannot_fit_is_said_with_the_least_that_would(tmp_path: Path) -> None:
@@ -309,3 +310,37 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
 
     with pytest.raises(ModelError, match="looks at the values"):
         dry_run(text_task(model=Looks), Layout("single"), RunConfig(batch_size=2, device="cpu"))
+
+
+def test_auto_takes_the_advice_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "local_cluster", lambda nproc, on_gpu, say: parse_cluster(f"{nproc}xH100, ethernet"))
+    said: list[str] = []
+    assignments = dict(word.split("=") for word in SMALL if "=" in word)
+    flags: dict[str, Any] = {"strategy": "auto", "nproc": "2", "batch_size": 2, "steps": 3}
+    found = auto.choose_flags(EXAMPLES / "gpt", config_file=None, flags=flags, assignments=assignments, say=said.append)
+    assert found == {**flags, "strategy": "single", "nproc": "1"}
+    assert len(said) == 3
+    assert "one device is enough" in said[1]
+    for changes in ({"nproc": "2:4"}, {"nnodes": "2"}):
+        with pytest.raises(ConfigError, match="one machine"):
+            auto.choose_flags(
+                EXAMPLES / "gpt", config_file=None, flags={**flags, **changes}, assignments={}, say=said.append
+            )
+
+
+def test_what_calibrate_writes_is_a_cluster(tmp_path: Path) -> None:
+    abilities = {
+        n: calibrate.Abilities({"fp32": [(1e3, 1e9 / n), (1e9, 5e10 / n)]}, [(1e3, 1e9), (1e9, 1e10)], 1e-5)
+        for n in (1, 2)
+    }
+    file = tmp_path / "here.toml"
+    file.write_text(calibrate._record("cpu", abilities, {"all_reduce:2": [(1024.0, 1e-4), (2.0**20, 1e-3)]}))
+    cluster = parse_cluster("2xhere", file)
+    assert cluster.device_for(2).product_rate("fp32", 1e12) == pytest.approx(2.5e10)
+    assert cluster.device_for(1).product_rate("fp32", 1e12) == pytest.approx(5e10)
+    assert cluster.device.kind == "cpu" and not cluster.device.overlaps
+    assert cluster.inside.times["all_reduce", 2][0] == (1024.0, 1e-4)
+    with pytest.raises(ConfigError, match="how many processes"):
+        parse_cluster("here", file)
+    measured = calibrate._movements(torch.device("cpu"))
+    assert all(rate > 0 for _, rate in measured)
