@@ -1,7 +1,8 @@
 """Predicted memory against the GPU's own count, one rank of each world.
 
-`--predict FILE` needs no GPU: it plans every case. `--measure FILE` builds the same rank with real CUDA tensors and a
-process group that moves nothing, takes three steps, and reads the allocator. `--join` puts both into a table.
+`--predict FILE` needs no GPU: it dry-runs every case. `--measure FILE` builds the same rank with real CUDA tensors and
+a process group that moves nothing, takes three steps, and reads the allocator. `--join FILE FILE` holds one against the
+other, writes `benchmarks/results/memory.json` and prints the table of the docs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
+import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -114,14 +118,16 @@ def cases() -> Iterator[Case]:
 
 def predict(case: Case) -> dict[str, Any]:
     from rung.planner.dryrun import dry_run
-    from rung.planner.memory import find_peak
+    from rung.planner.hardware import devices
+    from rung.planner.memory import ROUNDING, find_peak, reserve
 
     started = time.perf_counter()
     layout = parse(case.strategy, case.num_ranks)
     found = dry_run(case.load(), layout, case.config, rank=case.rank, device="cuda")
-    peak = find_peak(found.trace, rounding=512)
+    peak, spaces = find_peak(found.trace, rounding=ROUNDING), dict(devices()["H200"].workspaces)
     return {
-        "allocated": peak.num_bytes,
+        "allocated": peak.num_bytes + sum(spaces.values()),
+        "reserved": reserve(found.trace, spaces),
         "by_kind": peak.by_kind,
         "phase": peak.phase,
         "state": found.state_bytes,
@@ -169,12 +175,46 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
+def join(predicted: dict[str, Any], measured: dict[str, Any]) -> None:
+    """Both in one file, and as a table."""
+    rows = []
+    print("| case | alive: predicted | measured | error | reserved: predicted | measured | error |")
+    print("|---|---|---|---|---|---|---|")
+    for name, truth in measured.items():
+        guess = predicted[name]
+        row: dict[str, Any] = {"case": name, "state_is_exact": guess["state"] == truth["state"]}
+        for key in ("allocated", "reserved"):
+            error = 100 * (guess[key] / truth[key] - 1)
+            row[key] = {"predicted": guess[key], "measured": truth[key], "error_percent": error}
+        rows.append(row)
+        parts = [
+            f"{one['predicted'] / 2**20:,.0f} | {one['measured'] / 2**20:,.0f} | {one['error_percent']:+.2f} %"
+            for one in (row["allocated"], row["reserved"])
+        ]
+        print(f"| {name} | {' | '.join(parts)} |")
+    summary = {}
+    for key in ("allocated", "reserved"):
+        errors = [abs(row[key]["error_percent"]) for row in rows]
+        summary[key] = {"mean_error_percent": statistics.fmean(errors), "largest_error_percent": max(errors)}
+    print(summary, "state exact:", sum(row["state_is_exact"] for row in rows), "of", len(rows))
+    content = {
+        "command": shlex.join(["python", "-m", "benchmarks.memory", *sys.argv[1:]]),
+        "summary": summary,
+        "rows": rows,
+    }
+    Path("benchmarks/results/memory.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predict", type=Path)
     parser.add_argument("--measure", type=Path)
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--join", type=Path, nargs=2, metavar=("PREDICTED", "MEASURED"))
     options = parser.parse_args()
+    if options.join:
+        join(*(json.loads(path.read_text()) for path in options.join))
+        return
     function, path = (predict, options.predict) if options.predict else (measure, options.measure)
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for case in cases():

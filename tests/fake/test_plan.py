@@ -266,7 +266,7 @@ def test_what_cannot_fit_is_said_with_the_least_that_would(tmp_path: Path) -> No
     own = tmp_path / "small.toml"
     own.write_text('[devices.tiny]\nlike = "H100"\nsource = "test"\nmemory = 1_000_000\n')
     task = text_task(model=lambda: TinyGPT(layers=2, width=64))
-    plan = make_plan(task, RunConfig(batch_size=2, device="cpu"), parse_cluster("2xtiny", own))
+    plan = make_plan(task, RunConfig(batch_size=2, device="cpu"), parse_cluster("2xtiny", own), only="ddp")
     assert plan.chosen is None
     assert plan.words[0].startswith("nothing fits")
     assert "The least is" in plan.words[1]
