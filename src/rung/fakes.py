@@ -6,6 +6,7 @@ Private parts of torch that training leans on are touched here and nowhere else 
 
 import contextlib
 import functools
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -123,6 +124,31 @@ def around_shape_inference(around: Callable[[], contextlib.AbstractContextManage
         yield
     finally:
         kind._propagate_tensor_meta_non_cached = infer
+
+
+class _Chunks:
+    """The pieces of a tensor along a dimension, each made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // count)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self._size
+        length = min(self._size, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
+
+
+@contextlib.contextmanager
+def chunks_on_demand() -> Iterator[None]:
+    """While inside, FSDP makes a view of its own shard of a parameter, and not one of every rank's."""
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    cut = module._chunk_with_empty
+    module._chunk_with_empty = lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim)
+    try:
+        yield
+    finally:
+        module._chunk_with_empty = cut
 
 
 class Streams:

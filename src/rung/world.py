@@ -55,6 +55,7 @@ class World:
     timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # of a collective
     devices: tuple[torch.device, ...] = ()  # of the replicas in this process, under dp
     stands_for: str | None = None  # the type of device that a pretend world is about, if it is not `device`'s
+    proofs: dict[Any, Any] = field(default_factory=dict, repr=False)  # which layers of a block can be cut together
     _fake_mode: Any = field(default=None, repr=False)
     _data_mesh: DeviceMesh | None = field(default=None, repr=False)
     _trainers: dist.ProcessGroup | None = field(default=None, repr=False)
@@ -301,12 +302,14 @@ def _join_group(backend: str, rank: int, size: int, timeout: datetime.timedelta)
 
 
 @contextlib.contextmanager
-def pretend_world(layout: Layout, *, rank: int = 0, device: str = "cpu", fake: bool = True) -> Iterator[World]:
+def pretend_world(
+    layout: Layout, *, rank: int = 0, device: str = "cpu", fake: bool = True, proofs: dict[Any, Any] | None = None
+) -> Iterator[World]:
     """One rank of a job of any size, alone in this process.
 
     Collectives return at once. With `fake`, tensors hold no data either; without, they are real, so that the memory
     of one rank of a large job can be measured on one device. Fake tensors lie on the CPU whatever `device` says, and
-    everything is decided as it would be there.
+    everything is decided as it would be there. `proofs` are those of a world before, for the same task.
     """
     if layout.kind != "mesh":
         raise StrategyError(
@@ -321,9 +324,11 @@ def pretend_world(layout: Layout, *, rank: int = 0, device: str = "cpu", fake: b
     mode = fakes.new_fake_mode() if fake else None
     world = World(layout, rank, layout.num_ranks, 0, where, "fake", mesh, pretend=True, _fake_mode=mode)
     world.stands_for = device
+    world.proofs = proofs if proofs is not None else {}
     try:
         with (
             fakes.real_meshes() if fake else nullcontext(),
+            fakes.chunks_on_demand() if fake else nullcontext(),
             like_cuda() if fake and device == "cuda" else nullcontext(),
         ):
             yield world

@@ -127,6 +127,7 @@ def _plan_tensors(spread: Spread, task: Task, world: World, config: RunConfig, e
         mode=rehearser.mode,
         blocks=task.blocks,
         sequence_parallel=config.sequence_parallel,
+        proofs=world.proofs,
     )
     origin = {"task": "the task's plan", "model": "the model's own plan"}.get(plan.source, "derived")
     spread.notes.append(f"tensor parallel: {len(plan.styles)} modules cut in {world.layout.tp} ({origin})")

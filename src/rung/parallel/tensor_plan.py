@@ -52,8 +52,12 @@ def make_plan(
     blocks: str | None = None,
     sequence_parallel: bool = False,
     vocabulary_loss: bool = True,
+    proofs: dict[Any, list[Pair]] | None = None,
 ) -> TensorPlan:
-    """`run` calls the model on a batch and returns its output. The model may be a skeleton without data."""
+    """`run` calls the model on a batch and returns its output. The model may be a skeleton without data.
+
+    `proofs` holds what was proven of blocks before, and gets what is proven now.
+    """
     survey = Survey(model, num_ranks, run, device, mode, blocks)
     if given:
         source, styles = "task", match_given(survey, given)
@@ -64,7 +68,7 @@ def make_plan(
     else:
         source, styles, pairs = "derived", {}, []
     if source != "task":
-        pairs += _derive(survey, styles)
+        pairs += _derive(survey, styles, proofs if proofs is not None else {})
         if vocabulary_loss:
             _keep_head_cut(survey, styles)
     styles |= {name: "summed" for pair in pairs for name in pair.summed}
@@ -82,15 +86,20 @@ def make_plan(
     return TensorPlan(num_ranks, styles, source, whole, tuple(survey.notes), tuple(pairs), tuple(sequence), gathers)
 
 
-def _derive(survey: Survey, styles: dict[str, str]) -> list[Pair]:
+def _derive(survey: Survey, styles: dict[str, str], proofs: dict[Any, list[Pair]]) -> list[Pair]:
     """Fill in what `styles` leaves open; returns the pairs."""
     pairs: list[Pair] = []
     open_layers = [n for n in survey.linears() if n not in styles]
     can_pair = [n for n in open_layers if not survey.shared & set(survey.parameter_names[n])]
     known: dict[Any, list[Pair]] = {}
+    found: dict[Any, list[list[Pair]]] = {}
     for region, call, inside in survey.regions(can_pair):
         start = f"{region}." if region else ""
         key = (describe(call.module), tuple(n.removeprefix(start) for n in inside))
+        proven = (*key, survey.num_ranks)
+        if proven in proofs:  # in another world of the same task
+            pairs += [pair.below(start) for pair in proofs[proven]]
+            continue
         if key not in known:
             known[key] = _find_pairs(survey, call, set(key[1]))
         own = known[key]
@@ -98,7 +107,9 @@ def _derive(survey: Survey, styles: dict[str, str]) -> list[Pair]:
         # What looks alike need not act alike: by its number, by how it is called. So each is tried.
         if not all(survey.still_holds(c, own) for c in [call, *others]):
             own = [] if others else _find_pairs(survey, call, set(key[1]))
+        found.setdefault(proven, []).append(own)
         pairs += [pair.below(start) for pair in own]
+    proofs |= {key: all_own[0] for key, all_own in found.items() if all(own == all_own[0] for own in all_own)}
     for pair in pairs:
         styles.update(dict.fromkeys(pair.columns, "colwise"))
         styles[pair.rows] = "rowwise"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -38,10 +39,18 @@ class DryRun:
     notes: list[str]
 
 
-def dry_run(task: Task, layout: Layout, config: RunConfig, *, rank: int = 0, device: str = "cpu") -> DryRun:
-    """Two steps of one rank, traced. No tensor holds data."""
+def dry_run(
+    task: Task,
+    layout: Layout,
+    config: RunConfig,
+    *,
+    rank: int = 0,
+    device: str = "cpu",
+    proofs: dict[Any, Any] | None = None,
+) -> DryRun:
+    """Two steps of one rank, traced. No tensor holds data. `proofs` are those of tensor plans of the same task."""
     config = replace(config, steps=2, epochs=None, compile=False, eval_every="never", workers=0)
-    with pretend_world(layout, rank=rank, device=device) as world:
+    with pretend_world(layout, rank=rank, device=device, proofs=proofs) as world:
         status = StatusWriter()
         batches = make_batches(task, config, world)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rung.config import RunConfig
 from rung.planner.cost import StepTime, step_time
@@ -50,6 +51,7 @@ class Estimator:
 
     def __init__(self, task: Task, config: RunConfig, cluster: Cluster, num_blocks: int) -> None:
         self.task, self.config, self.cluster, self.num_blocks = task, config, cluster, num_blocks
+        self._proofs: dict[Any, Any] = {}
         data = task.train_data()
         if hasattr(data, "__getitem__"):
             self.task = replace(task, train_data=lambda: data)
@@ -89,7 +91,10 @@ class Estimator:
             batch_size=micro_batch * count * layout.num_data_ranks,
         )
         each = layout.num_ranks // layout.pp
-        runs = [dry_run(task, layout, config, rank=stage * each, device=device.kind) for stage in range(layout.pp)]
+        runs = [
+            dry_run(task, layout, config, rank=stage * each, device=device.kind, proofs=self._proofs)
+            for stage in range(layout.pp)
+        ]
         memories = [self._memory(run) for run in runs]
         notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
         return Estimate(
