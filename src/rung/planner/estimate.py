@@ -60,9 +60,10 @@ class Estimator:
         """Trace the layout with this micro-batch, shortened where its blocks are alike and its micro-batches many."""
         share = max(1, self.config.batch_size // layout.num_data_ranks)
         count = -(-share // micro_batch)
-        if layout.pp > 1 and count > 3 * layout.pp:  # from then on each one more takes the same
-            few, more = (self._whole(layout, checkpointing, micro_batch, n * layout.pp, 0) for n in (2, 3))
-            whole = _extend(few, more, (count - 2 * layout.pp) / layout.pp)
+        few_enough = layout.pp + 2  # once all stages are busy, each one more takes the same
+        if layout.pp > 1 and count > few_enough:
+            few, more = (self._whole(layout, checkpointing, micro_batch, n, 0) for n in (few_enough - 1, few_enough))
+            whole = _extend(few, more, count - few_enough + 1)
         else:
             traced = count if layout.pp > 1 else min(count, _TRACED)
             whole = self._whole(layout, checkpointing, micro_batch, traced, count - traced)
@@ -129,10 +130,12 @@ def _extend(few: Estimate, more: Estimate, steps: float) -> Estimate:
         return a + steps * (b - a)
 
     old, new = few.memory, more.memory
+    allocated = round(line(old.allocated, new.allocated))
+    reserved = max(allocated, round(line(old.reserved, new.reserved)))
     memory = Memory(
-        round(line(old.allocated, new.allocated)),
-        round(line(old.reserved, new.reserved)),
-        round(line(old.process, new.process)),
+        allocated,
+        reserved,
+        reserved + old.process - old.reserved,
         {k: max(0, round(line(old.by_kind.get(k, 0), new.by_kind.get(k, 0)))) for k in {**old.by_kind, **new.by_kind}},
         {k: round(line(old.state[k], new.state[k])) for k in old.state},
         old.rank,
