@@ -210,9 +210,7 @@ def _build_parser() -> _Parser:
         "can be planned on a laptop. Exits with 1 if nothing fits.",
     )
     plan.add_argument("task", help="a task file, or a directory with a task.py")
-    plan.add_argument(
-        "--cluster", required=True, metavar="WHAT", help="as in 8xH100, or '64 nodes x 8 H200, nvlink, 400Gb/s'"
-    )
+    plan.add_argument("--cluster", metavar="WHAT", help="as in 8xH100, or '64 nodes x 8 H200, nvlink, 400Gb/s'")
     plan.add_argument("--hardware", metavar="FILE.toml", help="records of devices and links of your own")
     _add_settings(plan, _PLANNED)
     result = plan.add_argument_group("what comes out")

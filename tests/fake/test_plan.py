@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from rung.cli import main
 from rung.config import RunConfig
 from rung.errors import ConfigError, ModelError
 from rung.planner import auto, calibrate
-from rung.planner.candidates import layouts_for, rung_of
+from rung.planner.candidates import layouts_for, named_layout, rung_of
 from rung.planner.cost import StepTime, group_of, step_time
 from rung.planner.dryrun import DryRun, dry_run, take_two_steps
 from rung.planner.estimate import Estimate, Estimator, Memory
@@ -300,6 +301,31 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert [one["strategy"] for one in found["layouts"]] == ["ddp"]
     assert found["layouts"][0]["memory"]["allocated"] <= found["layouts"][0]["memory"]["reserved"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--cluster", "2xH100", "--strategy", "fdsp"], "there is no strategy 'fdsp'"),
+        (["--cluster", "2xH100", "--strategy", "ps"], "'ps' cannot be planned"),
+        (["--cluster", "2xH100", "--strategy", "ddp4"], "a layout of 4 devices, and the cluster has 2"),
+        (["--clustr", "2xH100"], "--cluster"),
+        ([], "--cluster says what to plan for"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["plan", str(EXAMPLES / "gpt"), *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_named_layout_may_be_any_composition() -> None:
+    cluster = parse_cluster("8xH100")
+    assert named_layout("fsdp,tp2", cluster).name == "fsdp4,tp2"
+    assert named_layout("pp2", cluster).num_ranks == 2
+    assert named_layout("fsdp", cluster).num_ranks == 8
 
 
 def test_a_model_that_looks_at_values_is_refused() -> None:

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rung.errors import StrategyError
 from rung.planner.hardware import Cluster
-from rung.strategy import Layout, parse
+from rung.strategy import Layout, natural_num_ranks, parse
 
 _MOST_STAGES = 32
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with what else decides on its memory."""
-
-    layout: Layout
-    checkpointing: str
-
-    @property
-    def strategy(self) -> str:
-        return self.layout.name
 
 
 def rung_of(layout: Layout) -> int:
@@ -33,7 +20,21 @@ def rung_of(layout: Layout) -> int:
     return {0: 1, 1: 2, 2: 3, 3: 4}[layout.zero] + (layout.dp_replicate > 1 and layout.dp_shard > 1)
 
 
-def layouts_for(cluster: Cluster, num_blocks: int, *, only: str | None = None) -> Iterator[Layout]:
+def named_layout(text: str, cluster: Cluster, schedule: str | None = None) -> Layout:
+    """The layout that a user asks for, on as many devices as its sizes say, or on all."""
+    num_ranks = natural_num_ranks(text) or cluster.num_devices
+    if num_ranks > cluster.num_devices:
+        raise StrategyError(f"{text!r} is a layout of {num_ranks} devices, and the cluster has {cluster.num_devices}.")
+    layout = parse(text, num_ranks, cluster.per_node, schedule)
+    if layout.kind != "mesh":
+        raise StrategyError(
+            f"{text!r} cannot be planned: what it sends are calls of processes or threads, for which there is no "
+            "pretend world. Run it with `rung train`."
+        )
+    return layout
+
+
+def layouts_for(cluster: Cluster, num_blocks: int) -> Iterator[Layout]:
     """All sensible layouts of all devices, and one device by itself.
 
     Tensors are cut inside a machine, stages anywhere; sizes are divisors that are powers of two.
@@ -57,8 +58,6 @@ def layouts_for(cluster: Cluster, num_blocks: int, *, only: str | None = None) -
                     data.append([f"hsdp{left // (per_node // tp)}x{per_node // tp}"])
                 texts += [",".join([*head, *middle, *tail]) for middle in data]
     for text in texts:
-        if only is not None and text != only:
-            continue
         try:
             yield parse(text, 1 if text == "single" else total, per_node)
         except StrategyError:  # sizes that do not go together

@@ -26,7 +26,7 @@ _MOST_ROWS = 15
 def plan_command(
     path: str,
     *,
-    cluster: str,
+    cluster: str | None,
     hardware: str | None,
     config_file: str | None,
     flags: Mapping[str, Any],
@@ -35,6 +35,11 @@ def plan_command(
     as_json: bool,
 ) -> int:
     """The command. Returns the exit code: 1 if nothing fits."""
+    if cluster is None:
+        raise ConfigError(
+            "--cluster says what to plan for, as in 8xH100 or '64 nodes x 8 H200, nvlink, 400Gb/s'; this machine is "
+            "2xhere, after `rung calibrate`."
+        )
     task = load_task(path)
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
     config = resolved.config

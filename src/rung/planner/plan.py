@@ -13,7 +13,7 @@ from typing import Any
 
 from rung.config import RunConfig
 from rung.errors import RungError
-from rung.planner.candidates import layouts_for, micro_batches_for, rung_of
+from rung.planner.candidates import layouts_for, micro_batches_for, named_layout, rung_of
 from rung.planner.estimate import Estimate, Estimator
 from rung.planner.hardware import Cluster
 from rung.planner.shorten import count_blocks
@@ -97,6 +97,7 @@ def make_plan(
 ) -> Plan:
     """Look at every sensible layout of the cluster, or at `only` one."""
     tell = tell or (lambda text: None)
+    asked = [named_layout(only, cluster, config.schedule)] if only is not None else None
     num_blocks = count_blocks(task)
     estimator = Estimator(task, config, cluster, num_blocks)
     tell("the whole model on one device")
@@ -104,7 +105,7 @@ def make_plan(
     state = {**whole.memory.state, "gradients": whole.memory.state["parameters"]}
     rows: list[Estimate] = []
     rejected: list[Rejected] = []
-    layouts = list(layouts_for(cluster, num_blocks, only=only))
+    layouts = asked if asked is not None else list(layouts_for(cluster, num_blocks))
     for number, layout in enumerate(layouts):
         tell(f"{layout.name} ({number + 1} of {len(layouts)})")
         found = _look_at(layout, estimator, config, cluster, state)
@@ -237,7 +238,9 @@ def _why_sharded(plan: Plan, uses: str, has: str) -> str:
     if whole:
         needed = _gib(min(one.needs or 0 for one in whole))
         return f"needs {needed} on a device without sharding, which has {has}; here {uses}."
-    return f"quicker than whole copies of the model, and {uses} of {has}."
+    if any(row.layout.name in ("ddp", "single") for row in plan.rows):
+        return f"quicker than whole copies of the model, and {uses} of {has}."
+    return f"{uses} of {has}."  # nothing else was asked for
 
 
 def _nothing_fits(plan: Plan) -> list[str]:
