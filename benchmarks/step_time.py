@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -123,6 +125,40 @@ def measure_rank(case: Case, device: str) -> float:
     return statistics.median(times[_WARM_UP:])
 
 
+def kendall(pairs: list[tuple[float, float]]) -> float:
+    """How far the order of the first agrees with that of the second: 1 if it is the same, -1 if the other way round."""
+    signs = [(a - c) * (b - d) for (a, b), (c, d) in itertools.combinations(pairs, 2)]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
+
+
+def summarize(rows: dict[str, Any]) -> dict[str, Any]:
+    """Over all, and for each (task, number of processes): is the order right, and how good is the predicted best?"""
+    done = {name: (row["predicted"], row["measured"]) for name, row in rows.items() if "measured" in row}
+    errors = [abs(predicted / measured - 1) for predicted, measured in done.values()]
+    settings: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, pair in done.items():
+        task, strategy, ranks = name.split()
+        settings.setdefault(f"{task} {ranks}", {})[strategy] = pair
+        settings.setdefault(f"{task} any", {})[f"{strategy} of {ranks}"] = pair
+    found = {}
+    for setting, pairs in settings.items():
+        if len(pairs) > 1:
+            chosen, fastest = (min(pairs, key=lambda name: pairs[name][which]) for which in (0, 1))
+            found[setting] = {
+                "kendall": kendall(list(pairs.values())),
+                "chosen": chosen,
+                "fastest": fastest,
+                "slower": pairs[chosen][1] / pairs[fastest][1] - 1,
+            }
+    return {
+        "pairs": len(done),
+        "kendall": kendall(list(done.values())),
+        "mean_error": statistics.mean(errors),
+        "largest_error": max(errors),
+        "settings": found,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -132,7 +168,9 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rows: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    file: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"cases": {}}
+    file["command"] = f"python -m benchmarks.step_time {' '.join(sys.argv[1:])}"
+    rows = file["cases"]
     for case in cases(options.device):
         if options.only not in case.name:
             continue
@@ -148,7 +186,11 @@ def main() -> None:
             f"{case.name:<32} predicted {1000 * both[0]:8.2f} ms  measured {1000 * both[1]:8.2f} ms  {error}",
             flush=True,
         )
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        options.out.write_text(json.dumps(file, indent=1) + "\n")
+    if options.device == "cpu":
+        file["summary"] = summary = summarize(rows)
+        options.out.write_text(json.dumps(file, indent=1) + "\n")
+        print(json.dumps(summary, indent=1))
 
 
 if __name__ == "__main__":

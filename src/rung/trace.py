@@ -27,6 +27,15 @@ from rung.world import World
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "batch", "gathered", "messages", "activations", "temporary")
 _IGNORED = ("prim", "profiler")
+# Attention on the CPU, which torch's own table has not.
+_FLOPS: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 _READS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index.Tensor")
 
 
@@ -298,7 +307,7 @@ class Tracer(Recorder):
     ) -> None:
         name = func._schema.name
         outputs = tensors_of(output)
-        count = flop_registry.get(func._overloadpacket)
+        count = _FLOPS.get(name) or flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=output)) if count else 0
         written = [
             leaf

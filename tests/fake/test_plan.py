@@ -17,10 +17,11 @@ from rung.config import RunConfig
 from rung.errors import ConfigError, ModelError
 from rung.planner import auto, calibrate
 from rung.planner.candidates import layouts_for, named_layout, rung_of
-from rung.planner.cost import StepTime, group_of, step_time
+from rung.planner.cost import StepTime, duration, group_of, step_time
 from rung.planner.dryrun import DryRun, dry_run, take_two_steps
 from rung.planner.estimate import Estimate, Estimator, Memory
 from rung.planner.hardware import devices, links, parse_cluster
+from rung.planner.kernels import measure_kernels
 from rung.planner.memory import MIB, CachingAllocator, find_peak
 from rung.planner.plan import choose, least_state, make_plan
 from rung.planner.shorten import count_blocks, shortened
@@ -29,6 +30,7 @@ from rung.runtime import build_runtime
 from rung.status import StatusWriter
 from rung.strategy import Layout, parse
 from rung.task import Task
+from rung.trace import Work
 from rung.train import make_batches
 from rung.world import open_world
 from tests.tasks import EXAMPLES, TinyGPT, image_task, text_task
@@ -356,11 +358,14 @@ def test_auto_takes_the_advice_and_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_calibrate_writes_is_a_cluster(tmp_path: Path) -> None:
     abilities = {
-        n: calibrate.Abilities({"fp32": [(1e3, 1e9 / n), (1e9, 5e10 / n)]}, [(1e3, 1e9), (1e9, 1e10)], 1e-5)
+        n: calibrate.Abilities(
+            {"fp32": [(1e3, 1e9 / n), (1e9, 5e10 / n)]}, [(1e3, 1e9), (1e9, 1e10)], {"gelu": [(1e3, 1e8)]}, 1e-5
+        )
         for n in (1, 2)
     }
     file = tmp_path / "here.toml"
-    file.write_text(calibrate._record("cpu", abilities, {"all_reduce:2": [(1024.0, 1e-4), (2.0**20, 1e-3)]}))
+    times = {"all_reduce:2": [(1024.0, 1e-4), (2.0**20, 1e-3)]}
+    file.write_text(calibrate._record("cpu", abilities, times, {2: 1e-3}))
     cluster = parse_cluster("2xhere", file)
     assert cluster.device_for(2).product_rate("fp32", 1e12) == pytest.approx(2.5e10)
     assert cluster.device_for(1).product_rate("fp32", 1e12) == pytest.approx(5e10)
@@ -368,5 +373,16 @@ def test_what_calibrate_writes_is_a_cluster(tmp_path: Path) -> None:
     assert cluster.inside.times["all_reduce", 2][0] == (1024.0, 1e-4)
     with pytest.raises(ConfigError, match="how many processes"):
         parse_cluster("here", file)
-    measured = calibrate._movements(torch.device("cpu"))
-    assert all(rate > 0 for _, rate in measured)
+    assert cluster.inside.besides == {2: 1e-3}
+    gelu = Work("gelu", "forward", 0, 1000, "float32", (), ())
+    assert duration(gelu, cluster.device_for(2)) == (pytest.approx(1e-5), "memory")
+
+
+def test_kernels_are_measured_by_what_the_tracer_says_of_them() -> None:
+    with open_world(parse("single", 1), device="cpu", timeout_seconds=30) as world:
+        found = measure_kernels(world, lambda call: 1.0)
+    assert {"gelu", "gelu_backward", "convolution", "convolution_backward", "native_layer_norm"} <= set(found)
+    # With a second for each call the rate is the amount: attention by its arithmetic, gelu by its bytes.
+    attention = found["_scaled_dot_product_flash_attention_for_cpu"]
+    assert [amount for amount, _ in attention] == [2 * 2 * 16 * length**2 * 64 for length in (32, 128, 512)]
+    assert found["gelu"] == [(rows * 256 * 4 * 2, rows * 256 * 4 * 2) for rows in (16, 256, 4096)]

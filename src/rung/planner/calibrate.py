@@ -6,102 +6,196 @@ On a CPU the processes of a job share cores and memory, so everything is measure
 from __future__ import annotations
 
 import json
+import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
 
 from rung.bench.collectives import Case, Plan
 from rung.bench.command import run_on_ranks
+from rung.config import RunConfig
 from rung.launch.crew import on_ranks
 from rung.launch.server import warm_up
 from rung.machine import free_host_bytes, processor_name
-from rung.planner.hardware import HERE, HERE_FILE
+from rung.planner.cost import duration, step_time
+from rung.planner.dryrun import dry_run
+from rung.planner.hardware import HERE, HERE_FILE, Cluster, Device, Link
+from rung.planner.kernels import Point, measure_kernels
+from rung.processes import num_cores
+from rung.runtime import build_runtime
 from rung.sizes import human_bytes
+from rung.strategy import parse
+from rung.task import Task
+from rung.trace import Sent, Work
+from rung.train import make_batches
+from rung.world import World, open_world
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 _SIZES = (1024, 16384, 262144, 2**22, 2**24)
-_SLOW = 0.4  # seconds: a product that takes longer is the last of its type
+_SLOW = 0.1  # seconds: a product that takes longer is the last of its type
+_SMALL_STEPS = 60
 
 
 @dataclass(frozen=True)
 class Abilities:
     """Of one process while others measure, too."""
 
-    rates: dict[str, list[tuple[float, float]]]
-    bandwidths: list[tuple[float, float]]
+    rates: dict[str, list[Point]]
+    bandwidths: list[Point]
+    kernels: dict[str, list[Point]]
     issue: float
 
 
-def measure_abilities(device: str) -> Abilities:
-    """Products by size and type, simple operations by size, and what an operation costs by itself."""
-    where = torch.device(device)
-    rates = {name: _products(dtype, where) for name, dtype in _TYPES.items()}
-    return Abilities({name: curve for name, curve in rates.items() if curve}, _movements(where), _issue(where))
+def measure_abilities(nproc: int, device: str) -> Abilities:
+    """Products by size and type, simple operations by size, others one by one, and what any operation costs besides."""
+    with open_world(parse("ddp" if nproc > 1 else "single", nproc), device=device, timeout_seconds=120) as world:
+        # Where processes take turns on a core, the best of several times is one that had the core for itself.
+        stopwatch = _Stopwatch(world, takes_turns=device == "cpu" and nproc > num_cores())
+        rates = {name: _products(dtype, stopwatch) for name, dtype in _TYPES.items()}
+        found = Abilities(rates, _movements(stopwatch), measure_kernels(world, stopwatch), 0.0)
+    return replace(found, issue=_issue(found, device))
 
 
-def _products(dtype: torch.dtype, where: torch.device) -> list[tuple[float, float]]:
+class _Stopwatch:
+    """Times calls while all processes time theirs."""
+
+    def __init__(self, world: World, *, takes_turns: bool) -> None:
+        self.where = world.device
+        self._world, self._takes_turns = world, takes_turns
+
+    def __call__(self, function: Callable[[], Any], at_least: float = 0.03) -> float:
+        """Seconds of a call."""
+        self._run(function, 1)
+        once = self._run(function, 1)
+        times = max(1, min(1000, int(at_least / 2 / max(once, 1e-7))))
+        self._world.barrier()
+        rows = [self._run(function, times) for _ in range(2 if once < _SLOW else 1)]
+        return sum(rows) / len(rows) if self._takes_turns else min(rows)
+
+    def agree(self, is_so: bool) -> bool:
+        """Whether it is so for any process; all of them must measure the same things."""
+        said = torch.tensor([int(is_so)])
+        if self._world.size > 1:
+            dist.all_reduce(said, dist.ReduceOp.MAX)
+        return bool(said.item())
+
+    def _run(self, function: Callable[[], Any], times: int) -> float:
+        on_gpu = self.where.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self.where)
+        started = time.perf_counter()
+        for _ in range(times):
+            function()
+        if on_gpu:
+            torch.cuda.synchronize(self.where)
+        return (time.perf_counter() - started) / times
+
+
+def _products(dtype: torch.dtype, stopwatch: _Stopwatch) -> list[Point]:
     found = []
+    where = stopwatch.where
     sizes = (16, 32, 64, 128, 256, 512, 1024, 2048) if where.type == "cpu" else (64, 256, 512, 1024, 2048, 4096, 8192)
     for size in sizes:
         left, right = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
-        seconds = _time(partial(torch.mm, left, right), where)
+        seconds = stopwatch(partial(torch.mm, left, right))
         found.append((2.0 * size**3, 2.0 * size**3 / seconds))
-        if seconds > _SLOW:
+        if stopwatch.agree(seconds > _SLOW):
             break
     return found
 
 
-def _movements(where: torch.device) -> list[tuple[float, float]]:
+def _movements(stopwatch: _Stopwatch) -> list[Point]:
     found = []
-    largest = 26 if where.type == "cpu" else 30
+    largest = 26 if stopwatch.where.type == "cpu" else 30
     for power in range(10, largest + 1, 2):
-        values = torch.zeros(2**power // 4, device=where)
+        values = torch.zeros(2**power // 4, device=stopwatch.where)
         other = torch.ones_like(values)
         out = torch.empty_like(values)
-        seconds = _time(partial(torch.add, values, other, out=out), where)
+        seconds = stopwatch(partial(torch.add, values, other, out=out))
         found.append((3.0 * 2**power, 3.0 * 2**power / seconds))
     return found
 
 
-def _issue(where: torch.device) -> float:
-    """Of one small operation with its part of autograd: what the host needs for it."""
-    value = torch.ones(8, device=where, requires_grad=True)
+def _issue(found: Abilities, device: str) -> float:
+    """What an operation costs besides its own time: a step of a small model, over the operations that it has."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # each process trains by itself
+        os.environ.pop(name, None)
+    run = dry_run(_small_task(), parse("single", 1), _small_config(1), device=device)
+    works = [event for event in run.trace.events[run.second_step :] if isinstance(event, Work)]
+    seconds = measure_small_step("single", 1, device)
+    if device == "cpu":  # a GPU works meanwhile
+        own = _as_device(found)
+        seconds -= sum(duration(work, own)[0] for work in works)
+    return max(1e-6, seconds / len(works))
 
-    def chain() -> None:
-        total = value
-        for _ in range(50):
-            total = total * 1.0
-        total.sum().backward()  # type: ignore[no-untyped-call]
-        value.grad = None
 
-    return _time(chain, where) / 100
+def measure_small_step(strategy: str, nproc: int, device: str) -> float:
+    """Seconds of a step of the small task."""
+    layout, config, task = parse(strategy, nproc), _small_config(nproc), _small_task()
+    times = []
+    with open_world(layout, device=device, timeout_seconds=120) as world:
+        runtime = build_runtime(task, world, config, total_steps=_SMALL_STEPS)
+        for window in runtime.place(make_batches(task, config, world)):
+            started = time.perf_counter()
+            runtime.step(window)
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
-def _time(function: Callable[[], Any], where: torch.device, at_least: float = 0.06) -> float:
-    """Seconds of a call: the best of several rows of calls."""
+def _per_message(nproc: int, device: str, found: Abilities, times: dict[str, list[Point]]) -> float:
+    """What a message costs in the middle of a step besides its time in a row of its like: ranks are not in step."""
+    curves = {(key.rpartition(":")[0], nproc): tuple(c) for key, c in times.items() if key.endswith(f":{nproc}")}
+    link = Link(HERE, "", 1e9, 1e-4, times=curves)
+    layout = parse("zero3", nproc)
+    run = dry_run(_small_task(), layout, _small_config(nproc), device=device)
+    predicted = step_time([run], Cluster(_as_device(found), 1, nproc, link)).seconds
+    measured: float = max(on_ranks(measure_small_step, nproc, "zero3", nproc, device, timeout=300))
+    count = sum(isinstance(event, Sent) for event in run.trace.events[run.second_step :])
+    return max(0.0, measured - predicted) / count
 
-    def run(times: int) -> float:
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
-        started = time.perf_counter()
-        for _ in range(times):
-            function()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
-        return (time.perf_counter() - started) / times
 
-    run(1)
-    once = run(1)
-    times = max(1, min(1000, int(at_least / 3 / max(once, 1e-7))))
-    return min(run(times) for _ in range(3 if once < _SLOW else 1))
+def _as_device(found: Abilities) -> Device:
+    rates = {name: tuple(curve) for name, curve in found.rates.items()}
+    curves = {name: tuple(curve) for name, curve in found.kernels.items()}
+    bandwidths = tuple(found.bandwidths)
+    return Device(
+        HERE, "", "cpu", 2**40, 1.0, HERE, {}, rates=rates, bandwidths=bandwidths, kernels=curves, issue=found.issue,
+        launch=0.0, overlaps=False,
+    )  # fmt: skip
+
+
+def _small_config(nproc: int) -> RunConfig:
+    return RunConfig(batch_size=8 * nproc, steps=_SMALL_STEPS, clip=1.0, eval_every="never")
+
+
+def _small_task() -> Task:
+    """Linear layers so small that their arithmetic is nothing."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(16, 16), nn.ReLU())))
+
+    def data() -> Dataset[Any]:
+        return TensorDataset(torch.zeros(4096, 16), torch.zeros(4096, dtype=torch.long))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters())
+
+    return Task(model, data, loss, optimizer, name="small")
 
 
 def calibrate(nprocs: list[int], path: Path, tell: Callable[[str], None] = lambda text: None) -> dict[int, Abilities]:
@@ -109,10 +203,11 @@ def calibrate(nprocs: list[int], path: Path, tell: Callable[[str], None] = lambd
     warm_up(["rung.bench.collectives", "rung.planner.calibrate"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[int, Abilities] = {}
-    times: dict[str, list[tuple[float, float]]] = {}
+    times: dict[str, list[Point]] = {}
+    besides: dict[int, float] = {}
     for nproc in nprocs:
         tell(f"calibrating: {nproc} process{'es' if nproc > 1 else ''}")
-        everyone = on_ranks(measure_abilities, nproc, device, timeout=300)
+        everyone = on_ranks(measure_abilities, nproc, nproc, device, timeout=300)
         found[nproc] = everyone[0]
         if nproc > 1:
             cases = tuple(Case(op, "float32", size) for op in _OPS for size in _SIZES)
@@ -120,8 +215,9 @@ def calibrate(nprocs: list[int], path: Path, tell: Callable[[str], None] = lambd
             for record in run_on_ranks(plan, nproc, lambda told: None).records:
                 if record.seconds is not None:
                     times.setdefault(f"{record.op}:{nproc}", []).append((float(record.bytes), record.seconds))
+            besides[nproc] = _per_message(nproc, device, found[nproc], times)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_record(device, found, times))
+    path.write_text(_record(device, found, times, besides))
     return found
 
 
@@ -144,7 +240,9 @@ def calibrate_command(nprocs: list[int], out: str | None, *, as_json: bool) -> i
     return 0
 
 
-def _record(device: str, found: dict[int, Abilities], times: dict[str, list[tuple[float, float]]]) -> str:
+def _record(
+    device: str, found: dict[int, Abilities], times: dict[str, list[Point]], besides: dict[int, float] | None = None
+) -> str:
     """TOML, as `hardware.py` reads it."""
     if device == "cuda":
         name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
@@ -167,13 +265,16 @@ def _record(device: str, found: dict[int, Abilities], times: dict[str, list[tupl
             "matrix = {" + ", ".join(f"{n} = {max(r for _, r in c):.4g}" for n, c in one.rates.items()) + "}",
             "rates = {" + ", ".join(f"{n} = {_curve(c)}" for n, c in one.rates.items()) + "}",
             f"bandwidths = {_curve(one.bandwidths)}",
+            "kernels = {" + ", ".join(f"{n} = {_curve(c)}" for n, c in one.kernels.items()) + "}",
         ]
         if device == "cpu":
             lines += ["context = 314572800", "communicator = 0"]
         lines.append("")
     lines += [f"[links.{HERE}]", f'source = "measured on {name}"', "bandwidth = 1e9", "latency = 1e-4"]
+    if besides:
+        lines.append("besides = {" + ", ".join(f"{n} = {seconds:.4g}" for n, seconds in besides.items()) + "}")
     if times:
-        lines.append("[links.here.times]")
+        lines.append(f"[links.{HERE}.times]")
         lines += [f'"{key}" = {_curve(curve)}' for key, curve in times.items()]
     return "\n".join(lines) + "\n"
 

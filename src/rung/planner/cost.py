@@ -152,7 +152,7 @@ def _compute(clock: _Clock, work: Work, device: Device) -> None:
     clock.host += device.issue
     free = clock.streams[work.stream]
     ready, why = max((clock.ready.get(number, (0.0, "")) for number in work.reads), default=(0.0, ""))
-    start = max(free, clock.host - device.issue if not device.overlaps else clock.host, ready)
+    start = max(free, clock.host, ready)
     seconds, limit = duration(work, device)
     if work.stream == 0:
         if start > free:
@@ -185,6 +185,10 @@ def _communicate(clock: _Clock, event: Sent, cluster: Cluster) -> None:
 def duration(work: Work, device: Device) -> tuple[float, str]:
     """Seconds of one operation by itself, and what limits it."""
     moved = work.num_bytes / device.moving_rate(work.num_bytes)
+    own = device.kernels.get(work.name)
+    if own is not None:
+        amount = work.flops or work.num_bytes
+        return device.launch + amount / interpolate(own, amount), "arithmetic" if work.flops else "memory"
     if not work.flops:
         return device.launch + moved, "memory"
     share = next((share for name, share in _KERNELS.items() if work.name.startswith(name)), 1.0)
@@ -199,7 +203,8 @@ def seconds_of(message: Message, run: DryRun, cluster: Cluster) -> float:
     link = cluster.link_of(ranks)
     measured = link.times.get((op, len(ranks)))
     if measured:
-        return interpolate(measured, max(1, message.num_bytes))
+        besides = link.besides.get(run.layout.num_ranks, 0.0)
+        return besides + interpolate(measured, max(1, message.num_bytes))
     each = max(
         sum(rank // cluster.per_node == node for rank in ranks) for node in {r // cluster.per_node for r in ranks}
     )

@@ -48,6 +48,8 @@ class Device:
     overlaps: bool = True  # whether messages travel while it computes
     rates: Mapping[str, Curve] = field(default_factory=dict)  # measured: operations of a product -> operations a second
     bandwidths: Curve = ()  # measured: bytes of an operation -> bytes a second
+    # Measured: an operation's name -> operations (or bytes, if it does no products) of a call -> so many a second.
+    kernels: Mapping[str, Curve] = field(default_factory=dict)
 
     def product_rate(self, dtype: str, flops: float) -> float:
         """Operations a second in a matrix product of so many."""
@@ -75,6 +77,8 @@ class Link:
     efficiency: float = 0.9
     # Measured: (collective, ranks) -> bytes -> seconds.
     times: Mapping[tuple[str, int], Curve] = field(default_factory=dict)
+    # Measured: ranks -> seconds that a message costs besides, in the middle of a step.
+    besides: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -219,8 +223,11 @@ def _make(kind: Any, name: str, table: Mapping[str, Any], like: Any = None) -> A
     for key in ("matrix_efficiency", "full_efficiency", "bandwidths"):
         if key in values:
             values[key] = tuple((float(a), float(b)) for a, b in values[key])
-    if "rates" in values:
-        values["rates"] = {t: tuple((float(a), float(b)) for a, b in curve) for t, curve in values["rates"].items()}
+    for key in ("rates", "kernels"):
+        if key in values:
+            values[key] = {t: tuple((float(a), float(b)) for a, b in curve) for t, curve in values[key].items()}
+    if "besides" in values:
+        values["besides"] = {int(count): float(seconds) for count, seconds in values["besides"].items()}
     if "times" in values:
         values["times"] = {
             (key.rpartition(":")[0], int(key.rpartition(":")[2])): tuple((float(a), float(b)) for a, b in curve)
