@@ -45,6 +45,10 @@ class CheckpointError(RungError):
     """A checkpoint is missing, damaged, or does not fit the task."""
 
 
+class ReportError(RungError):
+    """A run or a comparison cannot be shown."""
+
+
 class JobFailed(RungError):
     """A launched job ended with a failure; the message is the report of it."""
 

@@ -1,0 +1,130 @@
+"""Loss curves over each other. They should coincide: the first is the broadest, so that all of them are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rung.report.data import Comparison, Row
+from rung.report.marks import difference, figure, figures, line, percent, rows_with_index, text, ticks, words_at
+
+_HEIGHT = 260.0
+_STYLES = 8  # of lines in page.css
+_THIN, _BROADER, _BROADEST = 2.0, 2.2, 15.0
+_LABEL = 16.0  # between two names at the right edge
+_MOST_POINTS = 600
+
+
+def draw_losses(comparison: Comparison) -> str:
+    rows = [(index, row) for index, row in rows_with_index(comparison.rows) if row.losses]
+    if not rows:
+        return ""
+    steps = [step for _, row in rows for step, _ in row.losses]
+    losses = [loss for _, row in rows for _, loss in row.losses]
+    first, last, low, high = min(steps), max(steps), min(losses), max(losses)
+    room = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
+    scale = _Scale(first, last, low - room, high + room)
+    labels = _spread_labels([scale.y(row.losses[-1][1]) for _, row in rows])
+    height = max(_HEIGHT, max(labels) + 10)
+    marks = _axes(scale)
+    for place, (index, row) in enumerate(rows):
+        width = min(_BROADEST, _THIN + _BROADER * (len(rows) - 1 - place))
+        marks.append(_curve(index, place, row, scale, width, labels[place]))
+    told = ", ".join(f"{row.strategy} from {row.losses[0][1]:.4g} to {row.losses[-1][1]:.4g}" for _, row in rows)
+    drawing = (
+        f'<svg class="picture plot" height="{height + 26:g}" role="img" '
+        f'aria-label="Loss over steps: {text(told)}">{"".join(marks)}</svg>'
+    )
+    table = figures(
+        "losses",
+        ("strategy", "first", "last", "loss differs", "parameters differ"),
+        [
+            (
+                row.strategy,
+                f"{row.losses[0][1]:.6g}",
+                f"{row.losses[-1][1]:.6g}",
+                "-" if row.loss_difference is None else difference(row.loss_difference),
+                "-" if row.parameter_difference is None else difference(row.parameter_difference),
+            )
+            for _, row in rows
+        ],
+    )
+    return figure("losses", "Loss", _caption(rows, comparison), drawing + table)
+
+
+class _Scale:
+    def __init__(self, first: int, last: int, low: float, high: float) -> None:
+        self.first, self.last, self.low, self.high = first, last, low, high
+
+    def x(self, step: float) -> float:
+        return (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
+
+    def y(self, loss: float) -> float:
+        return _HEIGHT * (self.high - loss) / (self.high - self.low)
+
+
+def _caption(rows: Sequence[tuple[int, Row]], comparison: Comparison) -> str:
+    told = "Loss of each step, one curve over the other, the last one the thinnest"
+    others = [
+        row.loss_difference
+        for _, row in rows
+        if row.loss_difference is not None and row.strategy != comparison.reference
+    ]
+    if not others:
+        return told + "."
+    most = max(others)
+    return told + f": none is further than {most:.1e} from one process." if most else told + ": all are equal."
+
+
+def _axes(scale: _Scale) -> list[str]:
+    marks = []
+    for value in ticks(scale.low, scale.high, 4):
+        marks.append(line(0, 1, scale.y(value), scale.y(value), "grid"))
+        marks.append(words_at(0, scale.y(value) + 4, f"{value:.4g}", anchor="end", dx=-8))
+    whole = [step for step in ticks(scale.first, scale.last, 4) if step == int(step)]
+    steps = sorted({float(scale.first), float(scale.last), *whole})
+    kept = [
+        step for step in steps
+        if step in (scale.first, scale.last) or 0.12 < scale.x(step) < 0.88
+    ]  # fmt: skip
+    for step in kept:
+        told = f"step {step:g}" if step == scale.first else f"{step:g}"
+        marks.append(words_at(scale.x(step), _HEIGHT + 20, told, anchor="middle"))
+    return [*marks, line(0, 1, _HEIGHT, _HEIGHT, "axis")]
+
+
+def _curve(index: int, place: int, row: Row, scale: _Scale, width: float, label: float) -> str:
+    every = -(-len(row.losses) // _MOST_POINTS)
+    shown = list(row.losses[::every])
+    if shown[-1] != row.losses[-1]:
+        shown.append(row.losses[-1])
+    style = f"s-{place % _STYLES}"
+    points = " ".join(f"{1000 * scale.x(step):.2f},{scale.y(loss):.2f}" for step, loss in shown)
+    end_x, end_y = scale.x(row.losses[-1][0]), scale.y(row.losses[-1][1])
+    dot = f'<circle class="dot {style}" cx="{percent(end_x)}" cy="{end_y:.1f}" r="{max(2.5, width / 2):g}"/>'
+    leader = (
+        f'<svg class="place" x="100%"><path class="leader" d="M4 {end_y:.1f}L18 {label:.1f}"/>'
+        f'<circle class="dot {style}" cx="24" cy="{label:.1f}" r="4"/>'
+        f'<text class="small label" x="32" y="{label + 4:.1f}">{text(row.strategy)}</text></svg>'
+    )
+    return (
+        f'<g class="curve" data-row="{index}"><svg class="place" width="100%" height="{_HEIGHT:g}" '
+        f'viewBox="0 0 1000 {_HEIGHT:g}" preserveAspectRatio="none"><polyline class="mark line {style}" '
+        f'points="{points}" stroke-width="{width:g}"/></svg>{dot}{leader}</g>'
+    )
+
+
+def _spread_labels(places: Sequence[float]) -> list[float]:
+    """Where names go, so that none lies on another: near the ends of their curves, from the top to the bottom."""
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    found = [0.0] * len(places)
+    free = 6.0
+    for index in order:
+        found[index] = max(free, places[index])
+        free = found[index] + _LABEL
+    over = max(found, default=0.0) - _HEIGHT
+    limit = _HEIGHT
+    for index in reversed(order):  # what hangs over the lower edge moves up as far as there is room
+        if over > 0:
+            found[index] = max(min(found[index], limit), 6.0 + _LABEL * order.index(index))
+            limit = found[index] - _LABEL
+    return found

@@ -1,0 +1,269 @@
+"""The JSON of a comparison as records. What is absent or no number is None, and what draws leaves it out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rung.errors import ReportError
+
+FORMAT = "rung-compare 1"
+KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
+PHASES = ("data", "forward", "backward", "communication", "update")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of many measurements, and the range that most of them lie in."""
+
+    median: float
+    low: float
+    high: float
+    runs: tuple[float, ...] = ()  # the median of each repetition
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    rank: int
+    kinds: dict[str, float]  # bytes; they add up to the peak
+    peak_bytes: float
+    process_bytes: float | None
+
+
+@dataclass(frozen=True)
+class Message:
+    """All calls of one kind in a step."""
+
+    collective: str
+    axis: str
+    phase: str
+    calls: float
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Span:
+    what: str
+    start: float
+    end: float
+    micro_batch: int | None
+
+
+@dataclass(frozen=True)
+class Lane:
+    rank: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    step: int
+    seconds: float
+    lanes: tuple[Lane, ...]
+
+    @property
+    def has_micro_batches(self) -> bool:
+        return any(span.micro_batch is not None for lane in self.lanes for span in lane.spans)
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    rank: int
+    phase: str
+    seconds: float
+    others_seconds: float
+
+
+@dataclass(frozen=True)
+class Predicted:
+    step_seconds: float | None
+    peak_bytes: float | None
+    bytes_per_step: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy."""
+
+    strategy: str
+    ranks: int
+    failure: str | None = None
+    step_seconds: Spread | None = None
+    samples_per_second: Spread | None = None
+    speedup: float | None = None
+    first_step_seconds: float | None = None
+    data_wait_seconds: float | None = None
+    memory: tuple[RankMemory, ...] = ()
+    is_peak: bool = True  # the memory is that of the fullest moment; False: what is kept between steps
+    process_bytes: float | None = None  # of the largest process
+    device_bytes: float | None = None  # of tensors on the fullest rank, where the memory by kind is not known
+    messages: tuple[Message, ...] = ()
+    bytes_per_step: float | None = None
+    communication_seconds: float | None = None
+    exposed_share: float | None = None
+    losses: tuple[tuple[int, float], ...] = ()
+    loss_difference: float | None = None
+    parameter_difference: float | None = None
+    timeline: Timeline | None = None
+    slow: tuple[SlowRank, ...] = ()
+    predicted: Predicted | None = None
+    not_predicted: str | None = None
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Of the fullest rank."""
+        found = [memory.peak_bytes for memory in self.memory] if self.is_peak else []
+        return max(found, default=self.device_bytes)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    task: str
+    reference: str
+    rows: tuple[Row, ...]
+    sentence: str
+    recommendation: str
+    chosen: str | None
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    made: str
+    versions: dict[str, str]  # of rung and torch
+    notes: tuple[str, ...]  # on what is not known
+
+    @property
+    def finished(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.failure is None)
+
+
+def read_comparison(data: Mapping[str, Any]) -> Comparison:
+    if data.get("format") != FORMAT:
+        raise ReportError(
+            f"This is no comparison: its format is {data.get('format')!r}, and {FORMAT!r} is what can be shown. "
+            "`rung compare TASK --out report.html` makes one."
+        )
+    try:
+        verdict = data.get("verdict") or {}
+        return Comparison(
+            task=str(data.get("task", "")),
+            reference=str(data.get("reference") or ""),
+            rows=tuple(_row(row) for row in data["rows"]),
+            sentence=str(verdict.get("sentence") or ""),
+            recommendation=str(verdict.get("recommendation") or ""),
+            chosen=verdict.get("strategy"),
+            machine=dict(data.get("machine") or {}),
+            settings=dict(data.get("settings") or {}),
+            made=str(data.get("made") or ""),
+            versions={name: str(data[name]) for name in ("rung", "torch") if data.get(name)},
+            notes=tuple(map(str, data.get("notes") or ())),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReportError(
+            f"The comparison is damaged: {type(error).__name__} {error}. Make it again with `rung compare`."
+        ) from None
+
+
+def number(value: Any) -> float | None:
+    """Infinity and nan are told as strings, and are no place on a chart."""
+    if value is None or isinstance(value, bool):
+        return None
+    found = float(value)
+    return found if math.isfinite(found) else None
+
+
+def _sure(value: Any) -> float:
+    found = number(value)
+    if found is None:
+        raise ValueError(f"{value!r} is no number")
+    return found
+
+
+def _row(raw: Mapping[str, Any]) -> Row:
+    strategy, ranks = str(raw["strategy"]), int(raw["ranks"])
+    if raw.get("status", "ok") != "ok":
+        return Row(strategy, ranks, failure=str(raw.get("reason") or "no reason was given"))
+    communication, difference = raw.get("communication") or {}, raw.get("largest_difference") or {}
+    kept = raw.get("kept") or ()
+    memory = tuple(_memory(entry) for entry in (raw.get("memory") or kept))
+    timeline, predicted = raw.get("timeline"), raw.get("predicted")
+    return Row(
+        strategy,
+        ranks,
+        step_seconds=_spread(raw.get("step_seconds")),
+        samples_per_second=_spread(raw.get("samples_per_second")),
+        speedup=number(raw.get("speedup")),
+        first_step_seconds=number(raw.get("first_step_seconds")),
+        data_wait_seconds=number(raw.get("data_wait_seconds")),
+        memory=memory,
+        is_peak=not kept,
+        process_bytes=number(raw.get("process_bytes")) or _largest_process(memory),
+        device_bytes=number(raw.get("device_bytes")),
+        messages=tuple(_message(entry) for entry in raw.get("messages") or ()),
+        bytes_per_step=number(raw.get("bytes_per_step")),
+        communication_seconds=number(communication.get("seconds")),
+        exposed_share=number(communication.get("exposed_share")),
+        losses=tuple(
+            (int(step), found) for step, loss in raw.get("losses") or () if (found := number(loss)) is not None
+        ),
+        loss_difference=number(difference.get("loss")),
+        parameter_difference=number(difference.get("parameters")),
+        timeline=_timeline(timeline) if timeline else None,
+        slow=tuple(_slow(entry) for entry in raw.get("slow") or ()),
+        predicted=_predicted(predicted) if predicted else None,
+        not_predicted=raw.get("not_predicted"),
+    )
+
+
+def _spread(raw: Mapping[str, Any] | None) -> Spread | None:
+    median = number(raw.get("median")) if raw else None
+    if raw is None or median is None:
+        return None
+    low, high = number(raw.get("low")), number(raw.get("high"))
+    runs = tuple(found for run in raw.get("runs") or () if (found := number(run)) is not None)
+    return Spread(median, median if low is None else low, median if high is None else high, runs)
+
+
+def _memory(raw: Mapping[str, Any]) -> RankMemory:
+    kinds = {str(kind): _sure(count) for kind, count in (raw.get("kinds") or {}).items()}
+    peak = number(raw.get("peak_bytes"))
+    return RankMemory(
+        int(raw["rank"]), kinds, sum(kinds.values()) if peak is None else peak, number(raw.get("process_bytes"))
+    )
+
+
+def _largest_process(memory: tuple[RankMemory, ...]) -> float | None:
+    return max((entry.process_bytes for entry in memory if entry.process_bytes is not None), default=None)
+
+
+def _message(raw: Mapping[str, Any]) -> Message:
+    return Message(
+        str(raw["collective"]),
+        str(raw.get("axis") or ""),
+        str(raw.get("phase") or ""),
+        _sure(raw.get("calls", 1)),
+        _sure(raw["bytes"]),
+    )
+
+
+def _timeline(raw: Mapping[str, Any]) -> Timeline:
+    lanes = tuple(
+        Lane(
+            int(lane["rank"]),
+            tuple(
+                Span(str(span["what"]), _sure(span["start"]), _sure(span["end"]), span.get("micro_batch"))
+                for span in lane["spans"]
+            ),
+        )
+        for lane in raw["ranks"]
+    )
+    last = max((span.end for lane in lanes for span in lane.spans), default=0.0)
+    return Timeline(int(raw["step"]), max(_sure(raw["seconds"]), last), lanes)
+
+
+def _slow(raw: Mapping[str, Any]) -> SlowRank:
+    return SlowRank(int(raw["rank"]), str(raw["phase"]), _sure(raw["seconds"]), _sure(raw["others_seconds"]))
+
+
+def _predicted(raw: Mapping[str, Any]) -> Predicted:
+    return Predicted(number(raw.get("step_seconds")), number(raw.get("peak_bytes")), number(raw.get("bytes_per_step")))

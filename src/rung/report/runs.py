@@ -1,0 +1,225 @@
+"""What runs of `rung train` left behind, as a comparison. What a run does not record is left out, with a line."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rung.errors import ReportError
+from rung.report.data import FORMAT, number, read_comparison
+from rung.report.marks import plural, rate, times
+from rung.version import VERSION
+
+_SETTINGS = ("batch_size", "precision", "seed")
+# As `rung train` says it, once when it begins: see pulse.py.
+_SLOW = re.compile(r"rank (\d+) is slow: ([\d.]+) ms in ([\w -]+), the others take ([\d.]+) ms")
+_NOT_RECORDED = (
+    "A run records no fullest moment by kind, no messages and no timeline: `rung compare` measures them and makes the "
+    "predictions."
+)
+
+
+def read_all(paths: Sequence[Path]) -> dict[str, Any]:
+    """One comparison as it is; several, or runs, beside each other."""
+    sources = [(path, _read(path)) for path in paths]
+    if len(sources) == 1 and sources[0][0].is_file():
+        return sources[0][1]
+    return _beside(sources)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        return _read_run(path)
+    if not path.exists():
+        raise ReportError(f"{path} does not exist. Name a run's directory (in runs/) or a JSON file of `rung compare`.")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ReportError(
+            f"{path} is no JSON file: {error}. Name a run's directory or a JSON file of `rung compare`."
+        ) from None
+    if not isinstance(data, dict):
+        raise ReportError(f"{path} holds no comparison. `rung compare TASK --out report.json` makes one.")
+    read_comparison(data)
+    return data
+
+
+def _read_run(folder: Path) -> dict[str, Any]:
+    file = folder / "metrics.jsonl"
+    if not file.is_file():
+        raise ReportError(f"{folder} holds no metrics.jsonl: it is no run of `rung train`, or one that never began.")
+    lines = _committed(file)
+    starts = [line for line in lines if line["event"] in ("start", "resume")]
+    if not starts:
+        raise ReportError(f"{file} has no start: the run ended before its first step.")
+    settings = _settings(folder / "config.toml")
+    row = _row(starts[-1], lines)
+    row["slow"] = _slow_ranks(folder / "logs" / "rank-0.log")
+    return {
+        "format": FORMAT,
+        "task": starts[-1].get("task", ""),
+        "machine": {"device": starts[-1].get("device")},
+        "settings": {key: settings[key] for key in _SETTINGS if key in settings},
+        "rows": [row],
+    }
+
+
+def _committed(file: Path) -> list[dict[str, Any]]:
+    """The lines that count: a resumed run does some steps again. The last line may be half written."""
+    kept: list[dict[str, Any]] = []
+    for text in file.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if line["event"] == "resume":
+            kept = [other for other in kept if other.get("step", 0) <= line["step"] or other["event"] == "start"]
+        kept.append(line)
+    return kept
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError):
+        return {}
+
+
+def _row(start: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    steps = [line for line in lines if line["event"] == "step"]
+    end = next((line for line in reversed(lines) if line["event"] == "end"), None)
+    strategy, ranks = start.get("strategy", "?"), start.get("ranks", 1)
+    if not steps:
+        return {"strategy": strategy, "ranks": ranks, "status": "failed", "reason": "the run has no step"}
+    later = steps[min(3, len(steps) // 2) :]  # the first ones warm up
+    row: dict[str, Any] = {
+        "strategy": strategy,
+        "ranks": ranks,
+        "status": "ok",
+        "reason": None,
+        "step_seconds": _spread([line["step_seconds"] for line in later]),
+        "samples_per_second": _spread([line["samples_per_second"] for line in later]),
+        "data_wait_seconds": statistics.fmean(line["data_wait_seconds"] for line in later),
+        "losses": [[line["step"], line["loss"]] for line in steps],
+    }
+    peak = max(line["peak_memory_bytes"] for line in steps)
+    if start.get("device") == "cuda":  # there it is what tensors take, on the fullest rank
+        row["device_bytes"] = peak
+    else:
+        row["process_bytes"] = peak
+    if end:
+        row["kept"] = [
+            {"rank": rank, "kinds": _kinds(state)} for rank, state in enumerate(end.get("state_bytes") or ()) if state
+        ]
+    return row
+
+
+def _kinds(state: Mapping[str, float]) -> dict[str, float]:
+    kinds = {kind: state.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
+    return {**kinds, "other": sum(state.values()) - sum(kinds.values())}
+
+
+def _spread(values: Sequence[Any]) -> dict[str, Any] | None:
+    found = sorted(value for entry in values if (value := number(entry)) is not None)
+    if not found:
+        return None
+    return {"median": statistics.median(found), "low": _quantile(found, 0.1), "high": _quantile(found, 0.9)}
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[round(share * (len(ordered) - 1))]
+
+
+def _slow_ranks(log: Path) -> list[dict[str, Any]]:
+    """The last word on each rank and phase."""
+    try:
+        words = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    found = {}
+    for rank, own, phase, others in _SLOW.findall(words):
+        found[rank, phase] = {
+            "rank": int(rank),
+            "phase": phase,
+            "seconds": float(own) / 1000,
+            "others_seconds": float(others) / 1000,
+        }
+    return list(found.values())
+
+
+def _beside(sources: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
+    rows = [(path, dict(row)) for path, data in sources for row in data["rows"]]
+    names = [row["strategy"] for _, row in rows]
+    for path, row in rows:
+        if names.count(row["strategy"]) > 1:
+            row["strategy"] = f"{row['strategy']} ({path.stem if path.is_file() else path.resolve().name})"
+    settings, notes = _common([data.get("settings") or {} for _, data in sources])
+    machine, _ = _common([data.get("machine") or {} for _, data in sources])
+    tasks = list(dict.fromkeys(str(data.get("task", "")) for _, data in sources))
+    reference = _compare_speed([row for _, row in rows])
+    if any("timeline" not in row for _, row in rows if row["status"] == "ok"):
+        notes.append(_NOT_RECORDED)
+    return {
+        "format": FORMAT,
+        "rung": VERSION,
+        "task": ", ".join(tasks),
+        "machine": machine,
+        "settings": settings,
+        "reference": reference,
+        "rows": [row for _, row in rows],
+        "verdict": _verdict([row for _, row in rows], ", ".join(tasks)),
+        "notes": notes,
+    }
+
+
+def _common(dicts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """What all agree in, and a line on each setting in which they do not."""
+    keys = list(dict.fromkeys(key for entry in dicts for key in entry))
+    same, notes = {}, []
+    for key in keys:
+        values = list(dict.fromkeys(entry.get(key) for entry in dicts))
+        if len(values) == 1:
+            same[key] = values[0]
+        elif key in _SETTINGS:
+            told = ", ".join(map(str, values))
+            notes.append(f"The runs differ in {key.replace('_', ' ')}: {told}. Their speeds and losses are not alike.")
+    return same, notes
+
+
+def _compare_speed(rows: Sequence[dict[str, Any]]) -> str:
+    """Set each row's speed-up against the run on one process, if there is exactly one."""
+    finished = [row for row in rows if row["status"] == "ok" and row.get("samples_per_second")]
+    alone = [row for row in finished if row["ranks"] == 1 and row["strategy"].split(" (")[0] == "single"]
+    if len(alone) != 1:
+        for row in finished:
+            row["speedup"] = None
+        return ""
+    for row in finished:
+        row["speedup"] = row["samples_per_second"]["median"] / alone[0]["samples_per_second"]["median"]
+    return str(alone[0]["strategy"])
+
+
+def _verdict(rows: Sequence[Mapping[str, Any]], task: str) -> dict[str, Any]:
+    known = [row for row in rows if row["status"] == "ok" and row.get("samples_per_second")]
+    if not known:
+        return {"sentence": f"No run of {task} has a step to show.", "recommendation": "", "strategy": None}
+    best = max(known, key=lambda row: row["samples_per_second"]["median"])
+    speed = f"{rate(best['samples_per_second']['median'])} samples a second"
+    if len(rows) == 1:
+        where = plural(best["ranks"], "process", "processes")
+        return {
+            "sentence": f"{best['strategy']} on {where} trains {task} at {speed}.",
+            "recommendation": "",
+            "strategy": None,
+        }
+    faster = f", {times(best['speedup'])} one process" if best.get("speedup") and best["ranks"] > 1 else ""
+    return {
+        "sentence": f"Of {len(rows)} runs of {task}, {best['strategy']} was the fastest: {speed}{faster}.",
+        "recommendation": "",
+        "strategy": None,
+    }
