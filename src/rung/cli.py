@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from rung.config import FLAGS, SETTINGS
 from rung.environment import outside_place
 from rung.errors import ConfigError, JobFailed, RungError
+from rung.flags import add_settings, assignments_of
 from rung.strategy import PRESETS, SCHEDULES
 from rung.tools import add_tools
 from rung.version import VERSION
@@ -42,14 +43,6 @@ _PLANNED = {
     "how much": ("batch_size", "micro_batch"),
     "how": ("precision", "clip", "activation_checkpointing"),
 }
-
-
-# Where a flag's kind or its choices do not say enough, or too much for one line.
-_METAVARS = {
-    "strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES", "schedule": "NAME", "precision": "NAME",
-    "activation_checkpointing": "HOW", "nproc": "N", "nnodes": "N", "rdzv": "HOST:PORT", "compress": "HOW",
-    "backend": "NAME", "outer": "HOW",
-}  # fmt: skip
 
 
 _MAIN_SECONDS = 20.0  # that rank 0 has to speak; on a busy machine it may come late
@@ -152,7 +145,7 @@ def _build_parser() -> _Parser:
         usage="rung train [flags] task",  # of so many flags, a list of names only hides the list below
     )
     train.add_argument("task", help="a task file, or a directory with a task.py")
-    _add_settings(train, _GROUPS)
+    add_settings(train, _GROUPS)
     train.add_argument(
         "--resume",
         nargs="?",
@@ -196,7 +189,7 @@ def _build_parser() -> _Parser:
         "read from a pretended step of the real training code: no process is started, so --nproc may be any number.",
     )
     explain.add_argument("task", help="a task file, or a directory with a task.py")
-    _add_settings(explain, _EXPLAINED, nproc="processes of the job; default: as many as the strategy's sizes say")
+    add_settings(explain, _EXPLAINED, nproc="processes of the job; default: as many as the strategy's sizes say")
     result = explain.add_argument_group("what comes out")
     result.add_argument("--out", dest="svg", metavar="FILE.svg", help="draw it, too")
     result.add_argument("--json", action="store_true", help="the explanation as JSON on standard output")
@@ -212,7 +205,7 @@ def _build_parser() -> _Parser:
     plan.add_argument("task", help="a task file, or a directory with a task.py")
     plan.add_argument("--cluster", metavar="WHAT", help="as in 8xH100, or '64 nodes x 8 H200, nvlink, 400Gb/s'")
     plan.add_argument("--hardware", metavar="FILE.toml", help="records of devices and links of your own")
-    _add_settings(plan, _PLANNED)
+    add_settings(plan, _PLANNED)
     result = plan.add_argument_group("what comes out")
     result.add_argument("--all", dest="show_all", action="store_true", help="every layout, not only the best")
     result.add_argument("--json", action="store_true", help="the plan as JSON on standard output")
@@ -277,44 +270,6 @@ def _build_parser() -> _Parser:
     return parser
 
 
-def _add_settings(parser: argparse.ArgumentParser, groups: dict[str, tuple[str, ...]], **helps: str) -> None:
-    """Flags for settings, with their own help unless `helps` has another."""
-    for title, names in groups.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            meta = SETTINGS[name].metadata
-            flag = "--" + name.replace("_", "-")
-            told = helps.get(name, meta["help"])
-            if meta["kind"] is bool:
-                actions = argparse.BooleanOptionalAction if name == "shuffle" else "store_true"
-                group.add_argument(flag, dest=name, action=actions, default=None, help=told)
-            else:
-                metavar = "|".join(meta["choices"]) or {int: "N", float: "X", str: "S"}[meta["kind"]]
-                metavar = _METAVARS.get(name, metavar)
-                group.add_argument(flag, dest=name, metavar=metavar, default=None, help=told)
-    group = parser._action_groups[-1]
-    group.add_argument("--config", metavar="FILE.toml", help="settings from a file; flags win over it")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an argument of the task (model.depth=8) or any other setting",
-    )
-
-
-def _assignments(pairs: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set takes KEY=VALUE, not {pair!r}.")
-        if key in found:
-            raise ConfigError(f"{key} is set twice.")
-        found[key.strip()] = value.strip()
-    return found
-
-
 def _train(options: argparse.Namespace) -> int:
     from rung.launch.command import train
 
@@ -325,7 +280,7 @@ def _train(options: argparse.Namespace) -> int:
         options.task,
         config_file=options.config,
         flags=flags,
-        assignments=_assignments(options.set),
+        assignments=assignments_of(options.set),
         resume=options.resume,
     )
 
@@ -339,7 +294,7 @@ def _planned(options: argparse.Namespace, flags: dict[str, Any]) -> dict[str, An
         options.task,
         config_file=options.config,
         flags=flags,
-        assignments=_assignments(options.set),
+        assignments=assignments_of(options.set),
         say=lambda line: print(line, flush=True),
     )
 
@@ -360,7 +315,7 @@ def _verify(options: argparse.Namespace) -> int:
         strategies=options.strategies or ["all"],
         precision=options.precision,
         flags=flags,
-        assignments=_assignments(options.set),
+        assignments=assignments_of(options.set),
         as_json=options.json,
     )
 
@@ -373,7 +328,7 @@ def _explain(options: argparse.Namespace) -> int:
         options.task,
         config_file=options.config,
         flags=flags,
-        assignments=_assignments(options.set),
+        assignments=assignments_of(options.set),
         out=options.svg,
         as_json=options.json,
     )
@@ -389,7 +344,7 @@ def _plan(options: argparse.Namespace) -> int:
         hardware=options.hardware,
         config_file=options.config,
         flags=flags,
-        assignments=_assignments(options.set),
+        assignments=assignments_of(options.set),
         show_all=options.show_all,
         as_json=options.json,
     )

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rung.status import StatusWriter
+from rung.strategy import Layout
 from rung.world import World
 
 PHASES = ("data", "forward", "backward", "update")
@@ -64,7 +65,7 @@ class Pulse:
         self._started = time.perf_counter()
         self._rows: deque[list[list[float]]] = deque(maxlen=_WINDOW)  # of each exchange and rank, as they were sent
         self._looked = -_LOOK_SECONDS
-        self._peers = _Peers(world)
+        self._peers = Peers(world.layout, world.size)
         self._slow: set[tuple[int, str]] = set()
         self._said: dict[tuple[int, str], float] = {}
 
@@ -175,15 +176,15 @@ class _Exchange:
         return rows
 
 
-class _Peers:
+class Peers:
     """Who is compared with whom: ranks of the same stage, which do the same work; all, where a stage has but one."""
 
-    def __init__(self, world: World) -> None:
-        stages = [world.layout.team(rank) for rank in range(world.size)]
+    def __init__(self, layout: Layout, size: int) -> None:
+        stages = [layout.team(rank) for rank in range(size)]
         groups = [[r for r, stage in enumerate(stages) if stage == wanted] for wanted in sorted(set(stages))]
         self._groups = [(group, _FACTOR) for group in groups]
         if all(len(group) == 1 for group in groups):
-            self._groups = [(list(range(world.size)), _FACTOR_OF_STAGES if len(groups) > 1 else _FACTOR)]
+            self._groups = [(list(range(size)), _FACTOR_OF_STAGES if len(groups) > 1 else _FACTOR)]
 
     def compare(self, seconds: np.ndarray[Any, Any]) -> list[SlowRank]:
         """From (exchanges, ranks, phases). A phase counts if the step as a whole is longer by it, too: where a rank

@@ -1,15 +1,26 @@
-"""The flags of commands that look at machines, not at tasks: `rung bench`, `doctor`, `calibrate`. Part of `cli.py`."""
+"""The flags of commands that measure: `rung compare`, `bench`, `doctor`, `calibrate`. Part of `cli.py`."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from rung.environment import outside_place
+from rung.errors import ConfigError
+from rung.flags import add_settings, assignments_of
+
 _BACKENDS, _DEVICES = ("auto", "gloo", "nccl", "mpi"), ("auto", "cpu", "cuda")
+# Those of `rung compare`: what is the same for all strategies, and settings that each takes if it has a use for them.
+_COMPARED = {
+    "where": ("nproc", "backend", "schedule", "split", "sequence_parallel", "offload", "shard_by", "servers"),
+    "how much": ("batch_size", "micro_batch", "steps", "seed"),
+    "how": ("precision", "clip", "compile", "activation_checkpointing", "timeout"),
+}
 
 
 def add_tools(commands: Any) -> None:
     """Without a value, each flag is what `Asked` of its command says."""
+    _add_compare(commands)
     bench = commands.add_parser(
         "bench", help="measure what training stands on", description="Measure what training stands on."
     )
@@ -53,6 +64,41 @@ def add_tools(commands: Any) -> None:
     calibrate.set_defaults(call=_calibrate)
 
 
+def _add_compare(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="run a task under several strategies and measure each",
+        description="Run the same job under each strategy, one after the other and in turns, in fresh processes: time, "
+        "memory, messages, losses, and what the planner predicted. A strategy that fails is a row, and the others go "
+        "on. Exits with 1 if all fail.",
+        usage="rung compare [flags] task",
+    )
+    compare.add_argument("task", help="a task file, or a directory with a task.py")
+    compare.add_argument(
+        "--strategies",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="names, each with settings of its own if it has some: ddp 'ddp precision=bf16' (default: single ddp zero1 "
+        "zero2 zero3)",
+    )
+    compare.add_argument("--repeats", type=int, metavar="N", help="runs of each, in turns (default 2)")
+    compare.add_argument("--warmup", type=int, metavar="N", help="steps that are not measured (default 5, or half)")
+    compare.add_argument("--device", choices=_DEVICES, help="as for rung train")
+    add_settings(
+        compare,
+        _COMPARED,
+        nproc="processes of strategies whose name has no size; default: one per GPU, or 2",
+        steps="steps of each run (default 20)",
+    )
+    result = compare.add_argument_group("what comes out")
+    result.add_argument("--out", metavar="FILE.html", help="the page (default compare.html)")
+    result.add_argument("--json", dest="json_file", metavar="FILE.json", help="the same data as JSON")
+    result.add_argument("--markdown", metavar="FILE.md", help="the same as Markdown, for a README or an issue")
+    result.add_argument("--no-predict", dest="predicts", action="store_false", help="without the planner's figures")
+    compare.set_defaults(call=_compare)
+
+
 def _add_collectives(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
     _add_machines(where)
@@ -79,6 +125,30 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in vars(options).items() if key != "call" and value is not None}
 
 
+def _compare(options: argparse.Namespace) -> int:
+    from rung.compare.command import Asked, compare_command
+
+    place = outside_place()
+    if place is not None:
+        raise ConfigError(
+            f"`rung compare` starts processes of its own, and {place.launcher} has started {place.size} of it. Start "
+            "it once, by itself."
+        )
+    own = ("task", "repeats", "warmup", "out", "json_file", "markdown", "predicts")
+    given = {key: value for key, value in _given(options).items() if key in own}
+    if options.strategies:
+        given["strategies"] = tuple(options.strategies)
+    flags = {name: getattr(options, name) for names in _COMPARED.values() for name in names}
+    return compare_command(
+        Asked(
+            **given,
+            flags={**flags, "device": options.device},
+            assignments=assignments_of(options.set),
+            config_file=options.config,
+        )
+    )
+
+
 def _collectives(options: argparse.Namespace) -> int:
     from rung.bench.command import Asked, collectives_command
 
@@ -86,7 +156,6 @@ def _collectives(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    from rung.errors import ConfigError
     from rung.planner.calibrate import calibrate_command
 
     if min(options.nproc) < 1:

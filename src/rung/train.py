@@ -64,7 +64,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
     ) as world:
         status.phase("building")
         if layout.kind == "ps-async" and not world.is_server:
-            return _work_for_servers(task, world, config, status)
+            return work_for_servers(task, world, config, status)
         folder = Path(job.run_dir) if job.run_dir is not None else None
         sites = Sites(world, folder) if folder is not None else None
         checkpoint = None
@@ -159,7 +159,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
     return summary
 
 
-def _work_for_servers(task: Task, world: World, config: RunConfig, status: StatusWriter) -> Summary:
+def work_for_servers(task: Task, world: World, config: RunConfig, status: StatusWriter) -> Summary:
     """A trainer of ps-async: it computes what it is asked to, and the run is the servers' affair."""
     from rung.runtime.async_trainer import AsyncTrainer
 

@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from rung.pulse import PHASES, SlowRank, _Peers
+from rung.pulse import PHASES, Peers, SlowRank
 from rung.runtime.phases import PhaseClock
 from rung.strategy import parse
-from rung.world import World
 
 USUAL = (0.001, 0.013, 0.02, 0.004)  # seconds by phase
 
 
-def peers(strategy: str, size: int) -> _Peers:
-    return _Peers(World(parse(strategy, size, size), 0, size, 0, torch.device("cpu"), "gloo", None))
+def peers(strategy: str, size: int) -> Peers:
+    return Peers(parse(strategy, size, size), size)
 
 
 def table(size: int, exchanges: int = 6) -> Any:

@@ -56,14 +56,20 @@ def choose_flags(
 
 def local_cluster(nproc: int, *, on_gpu: bool, say: Callable[[str], None]) -> Cluster:
     """This machine: by the record of its GPU, or by what was measured here, which is done now if it was not yet."""
+    found = recorded_cluster(nproc, on_gpu=on_gpu)
+    if found is None:
+        say(f"auto: measuring this machine once ({HERE_FILE}; `rung calibrate` does it again)")
+        calibrate(sorted({1, nproc}), HERE_FILE)
+    return found or parse_cluster(f"{nproc}x{HERE}")
+
+
+def recorded_cluster(nproc: int, *, on_gpu: bool) -> Cluster | None:
+    """This machine as far as there are records of it; None where there are not."""
     known = devices()
     if on_gpu:
         name = torch.cuda.get_device_name()
         found = next((key for key in sorted(known, key=len, reverse=True) if key.lower() in name.lower()), None)
         if found is not None:
             return parse_cluster(f"{nproc}x{found}")
-    missing = sorted({n for n in (1, nproc) if f"{HERE}-{n}" not in known})
-    if missing:
-        say(f"auto: measuring this machine once ({HERE_FILE}; `rung calibrate` does it again)")
-        calibrate(sorted({1, nproc}), HERE_FILE)
-    return parse_cluster(f"{nproc}x{HERE}")
+    is_measured = all(f"{HERE}-{count}" in known for count in (1, nproc))
+    return parse_cluster(f"{nproc}x{HERE}") if is_measured else None

@@ -140,6 +140,10 @@ class MeshRuntime:
     def phase_seconds(self) -> dict[str, float]:
         return self._clock.seconds()
 
+    @property
+    def clock(self) -> PhaseClock:
+        return self._clock
+
     def _enter(self, phase: str) -> None:
         self._status.phase(phase)
         self._clock.enter(phase)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from threading import get_ident
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
@@ -25,6 +26,9 @@ class PhaseClock:
 
     def __init__(self, *, waits: bool, functional_waits: bool) -> None:
         self._waits = waits
+        self.waited_seconds = 0.0  # in the last step, for others
+        # Stretches of a step, if anyone wants them: a phase or "wait", its start and its end.
+        self.log: list[tuple[str, float, float]] | None = None
         self._seconds: dict[str, float] = {}
         self._phase: str | None = None
         self._runs = False
@@ -48,12 +52,13 @@ class PhaseClock:
     def enter(self, phase: str) -> None:
         if not self._runs:  # a pipeline passes its phases in evaluation, too
             return
-        now = time.perf_counter()
+        now = self._now()
         self._close(now)
         self._phase, self._since, self._waited = phase, now, 0.0
 
     def begin(self, data_seconds: float) -> PhaseClock:
         self._seconds = {"data": data_seconds, "forward": 0.0, "backward": 0.0, "update": 0.0}
+        self.waited_seconds = 0.0
         return self
 
     def __enter__(self) -> PhaseClock:
@@ -66,7 +71,7 @@ class PhaseClock:
     def __exit__(self, *error: object) -> None:
         for where, name, original, _ in self._exchanged:
             setattr(where, name, original)
-        self._close(time.perf_counter())
+        self._close(self._now() if error[:1] == (None,) else time.perf_counter())
         self._runs = False
 
     def follow_backward(self, loss: Tensor, *, reduces: bool) -> None:
@@ -81,7 +86,7 @@ class PhaseClock:
 
     def reduced(self) -> None:
         if self._computed is not None:
-            self._waited += time.perf_counter() - self._computed
+            self._note_wait(self._computed)
             self._computed = None
 
     @contextlib.contextmanager
@@ -91,7 +96,7 @@ class PhaseClock:
         try:
             yield
         finally:
-            self._waited += time.perf_counter() - started
+            self._note_wait(started)
 
     def add(self, phase: str, seconds: float) -> None:
         """What this rank computed for a phase in other threads, while the one of the step waited."""
@@ -107,9 +112,23 @@ class PhaseClock:
     def _mark(self) -> None:
         self._computed = time.perf_counter()
 
+    def _now(self) -> float:
+        if self.log is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()  # what is logged is what the device does
+        return time.perf_counter()
+
     def _close(self, now: float) -> None:
         if self._phase is not None:
             self._seconds[self._phase] += max(0.0, now - self._since - self._waited)
+            if self.log is not None:
+                self.log.append((self._phase, self._since, now))
+
+    def _note_wait(self, started: float) -> None:
+        now = time.perf_counter()
+        self._waited += now - started
+        self.waited_seconds += now - started
+        if self.log is not None:
+            self.log.append(("wait", started, now))
 
     def _timed(self, wait: Any) -> Any:
         clock = time.perf_counter
@@ -122,6 +141,7 @@ class PhaseClock:
             try:
                 return wait(*args, **kwargs)
             finally:
-                self._waited, self._is_waiting = self._waited + clock() - started, False
+                self._is_waiting = False
+                self._note_wait(started)
 
         return timed_wait

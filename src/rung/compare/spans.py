@@ -1,0 +1,99 @@
+"""A step as a row of spans: what a rank computed, when it waited for messages, and for which micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+_SHORTEST = 1e-7  # seconds; what is left of a span between two waits may be nothing
+
+
+@dataclass(frozen=True)
+class Span:
+    """`what` is data, forward, backward, communication or update. Times are those of the machine's steady clock."""
+
+    what: str
+    start: float
+    end: float
+    micro_batch: int | None = None
+
+    def as_json(self, zero: float) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "start": self.start - zero,
+            "end": self.end - zero,
+            "micro_batch": self.micro_batch,
+        }
+
+
+def spans_of_step(
+    log: Sequence[tuple[str, float, float]], actions: Sequence[tuple[str, int, float, float]], data_seconds: float
+) -> list[Span]:
+    """From what the clock of phases logged in a step, and what the stages of a pipeline computed (kind, micro-batch,
+    start, end), if there are any. Waits are cut out of what they interrupt."""
+    waits = _joined(sorted((start, end) for what, start, end in log if what == "wait"))
+    phases = [Span(what, start, end) for what, start, end in log if what != "wait"]
+    if actions:
+        busy = [
+            Span("forward" if kind == "F" else "backward", start, end, chunk) for kind, chunk, start, end in actions
+        ]
+        busy += [span for span in phases if span.what not in ("forward", "backward")]
+    else:
+        busy = _numbered(phases)
+    found = [piece for span in busy for piece in _without(span, waits)]
+    found += [Span("communication", start, end) for start, end in waits]
+    begin = min((span.start for span in phases), default=0.0)
+    if data_seconds > 0:
+        found.append(Span("data", begin - data_seconds, begin))
+    return sorted((span for span in found if span.end - span.start > _SHORTEST), key=lambda span: span.start)
+
+
+def _numbered(phases: Sequence[Span]) -> list[Span]:
+    """Neighbours of one kind are one span; where there are several forwards, each is that of a micro-batch."""
+    merged: list[Span] = []
+    for span in phases:
+        if merged and merged[-1].what == span.what:
+            merged[-1] = replace(merged[-1], end=span.end)
+        else:
+            merged.append(span)
+    if sum(span.what == "forward" for span in merged) < 2:
+        return merged
+    counts = {"forward": -1, "backward": -1}
+    found = []
+    for span in merged:
+        if span.what in counts:
+            counts[span.what] += 1
+            span = replace(span, micro_batch=counts[span.what])
+        found.append(span)
+    return found
+
+
+def _joined(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for start, end in pairs:
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _without(span: Span, holes: Sequence[tuple[float, float]]) -> list[Span]:
+    pieces, start = [], span.start
+    for begin, end in holes:
+        if end <= start or begin >= span.end:
+            continue
+        pieces.append(replace(span, start=start, end=max(start, begin)))
+        start = max(start, min(end, span.end))
+    return [*pieces, replace(span, start=start)]
+
+
+def hidden_seconds(works: Iterable[tuple[float, float]], waits: Iterable[tuple[float, float]]) -> float:
+    """How long messages travelled while nobody waited for them."""
+    holes = _joined(sorted(waits))
+    return sum(
+        piece.end - piece.start
+        for start, end in _joined(sorted(works))
+        for piece in _without(Span("communication", start, end), holes)
+    )

@@ -1,0 +1,117 @@
+"""What was measured, in words: a sentence for the top, and which rung of the ladder to stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rung.compare.variants import REFERENCE, Variant
+from rung.planner.candidates import rung_of
+from rung.planner.plan import WORTH_IT
+from rung.sizes import human_bytes, human_seconds
+from rung.strategy import Layout
+
+_SAME = 0.005  # times that differ by less are told as the same
+_FAR = 0.01  # relative: losses that differ by more are mentioned
+
+
+def make_verdict(rows: Sequence[dict[str, Any]], variants: Sequence[Variant]) -> dict[str, Any]:
+    """`sentence` is about all rows, `recommendation` about the one to take, which is `strategy`."""
+    done = [(row, variant) for row, variant in zip(rows, variants, strict=True) if row["status"] == "ok"]
+    if not done:
+        return {
+            "sentence": f"None of {len(rows)} could be run.",
+            "recommendation": "See the reason of each row.",
+            "strategy": None,
+        }
+    quickest = min(done, key=lambda pair: _seconds(pair[0]))
+    chosen = choose(done)
+    return {
+        "sentence": _sentence([row for row, _ in done], quickest[0], len(rows)),
+        "recommendation": _recommendation(chosen[0], quickest[0], [row for row, _ in done]),
+        "strategy": chosen[0]["strategy"],
+    }
+
+
+def choose(done: Sequence[tuple[dict[str, Any], Variant]]) -> tuple[dict[str, Any], Variant]:
+    """The quickest, or one on a lower rung that is less than 5 % slower."""
+    least = min(_seconds(row) for row, _ in done)
+    near = [pair for pair in done if _seconds(pair[0]) * (1 - WORTH_IT) <= least]
+    return min(near, key=lambda pair: (_rung(pair[1].layout), len(pair[1].text.split()), _seconds(pair[0])))
+
+
+def _rung(layout: Layout | None) -> float:
+    """As the planner has it; what it does not plan is above ddp, since it takes more to understand."""
+    assert layout is not None
+    if layout.kind == "dp":
+        return 1.5
+    return rung_of(layout) + (0 if layout.kind == "mesh" else 3)
+
+
+def _seconds(row: dict[str, Any]) -> float:
+    return float(row["step_seconds"]["median"])
+
+
+def fullest(row: dict[str, Any]) -> int:
+    """Bytes of the rank that needs most."""
+    return max(int(rank["peak_bytes"]) for rank in row["memory"])
+
+
+def _sentence(done: Sequence[dict[str, Any]], quickest: dict[str, Any], count: int) -> str:
+    name, step = quickest["strategy"], human_seconds(_seconds(quickest))
+    of = f"of {len(done)}" + (f" that ran ({count - len(done)} failed)" if len(done) < count else "")
+    speedup = quickest["speedup"]
+    if len(done) == 1:
+        text = f"{name} takes {step} a step"
+    elif name == REFERENCE:
+        text = f"one process is the quickest {of}, with {step} a step"
+    elif speedup is None:
+        text = f"{name} is the quickest {of}, with {step} a step"
+    else:
+        text = f"{name} is the quickest {of}, with {step} a step, {_times(speedup)} one process"
+    leanest = min(done, key=fullest)
+    if len(done) > 1:
+        text += f"; {_name(leanest)} needs the least memory, {human_bytes(fullest(leanest))} on its fullest rank"
+    return _capital(f"{text}.")
+
+
+def _times(ratio: float) -> str:
+    if abs(ratio - 1) < _SAME:
+        return "as quick as"
+    if ratio < 1:
+        return f"{100 * (1 / ratio - 1):.0f} % slower than"
+    return f"{100 * (ratio - 1):.0f} % quicker than" if ratio < 1.5 else f"{ratio:.1f} times as quick as"
+
+
+def _recommendation(chosen: dict[str, Any], quickest: dict[str, Any], done: Sequence[dict[str, Any]]) -> str:
+    name = _name(chosen)
+    if len(done) == 1:
+        return f"Only {name} was measured here: there is nothing to choose from."
+    if chosen is quickest:
+        text = f"Stand on {name}: nothing lower on the ladder comes within {100 * WORTH_IT:.0f} % of its speed."
+        if chosen["strategy"] == REFERENCE:
+            text = "Stay with one process: on this machine the messages of the others cost more than they save."
+    else:
+        slower = 100 * (1 - _seconds(quickest) / _seconds(chosen))
+        text = (
+            f"Stand on {name}: {_name(quickest)} is {slower:.1f} % quicker, which is not worth a higher rung."
+            if slower >= 0.05
+            else f"Stand on {name}: {_name(quickest)} is as quick, and a higher rung."
+        )
+    leanest = min(done, key=fullest)
+    if fullest(leanest) < 0.8 * fullest(chosen):
+        share = 100 * (1 - fullest(leanest) / fullest(chosen))
+        text += f" If memory is what you lack, {_name(leanest)} needs {share:.0f} % less of it."
+    difference = chosen["largest_difference"]["loss"]
+    if difference is not None and difference > _FAR:
+        text += f" Mind that its losses differ from those of one process by up to {100 * difference:.0f} %."
+    return text
+
+
+def _name(row: dict[str, Any]) -> str:
+    return "one process" if row["strategy"] == REFERENCE else str(row["strategy"])
+
+
+def _capital(text: str) -> str:
+    """A sentence begins with a capital, but a strategy's name stays as it is typed."""
+    return text[0].upper() + text[1:] if text.startswith("one process") else text
