@@ -188,6 +188,35 @@ def watch_streams(streams: Streams) -> Iterator[None]:
         torch.cpu.stream = choose
 
 
+class _Done:
+    """An all-reduce that is over."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        done.set_result([self._tensor])
+        return done
+
+
+@contextlib.contextmanager
+def results_of_all_reduces() -> Iterator[None]:
+    """While inside, an all-reduce that is not waited for has a future with its result: a fake group's has none."""
+    reduce = dist.all_reduce
+
+    @functools.wraps(reduce)
+    def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        work = reduce(tensor, *args, async_op=async_op, **kwargs)
+        return _Done(tensor) if async_op else work
+
+    dist.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        dist.all_reduce = reduce
+
+
 def end_pass(module: FSDPModule) -> None:
     """In the middle of a forward pass FSDP would keep what it has gathered, also when an error has ended that pass."""
     state: Any = module._get_fsdp_state()
