@@ -50,6 +50,11 @@ class Window:
     def num_global_samples(self) -> int:
         return sum(micro.num_global_samples for micro in self.micro_batches)
 
+    @property
+    def num_samples(self) -> int:
+        """Of this rank."""
+        return sum(micro.num_samples for micro in self.micro_batches)
+
 
 @dataclass(frozen=True)
 class Cut:

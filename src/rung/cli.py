@@ -18,6 +18,7 @@ from rung.flags import add_settings, assignments_of
 from rung.strategy import PRESETS, SCHEDULES
 from rung.tools import add_tools
 from rung.version import VERSION
+from rung.watching import add_watching
 
 # Where each flag of `rung train` stands in its help.
 _GROUPS = {
@@ -27,7 +28,7 @@ _GROUPS = {
     ),
     "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
     "how": ("precision", "clip", "compile", "activation_checkpointing"),
-    "run": ("checkpoint_every", "keep", "replicate_state", "max_restarts", "timeout", "out"),
+    "run": ("checkpoint_every", "keep", "replicate_state", "max_restarts", "timeout", "out", "profile", "log"),
 }  # fmt: skip
 # Those of `rung explain`: what changes where things live, what is sent, and when.
 _EXPLAINED = {
@@ -257,6 +258,7 @@ def _build_parser() -> _Parser:
     export.add_argument("--force", action="store_true", help="replace FILE if it is there")
     export.set_defaults(call=_export)
 
+    add_watching(commands)
     add_tools(commands)
 
     new = commands.add_parser(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rung.errors import ConfigError, nearest
 from rung.exchange import parse_compression, refuse_exchange
+from rung.looking import profiled_steps, tracker_names
 from rung.strategy import SCHEDULES, Layout
 from rung.task import ROLES, Task, coerce
 
@@ -115,6 +116,13 @@ class RunConfig:
     )
     timeout: int = _setting(600, "seconds without progress after which a job counts as hung", int, flag=True)
     out: str | None = _setting(None, "run directory; default: runs/<task>-<strategy>-<time>", str, flag=True)
+
+    profile: str | None = _setting(
+        None, "trace a step by torch's profiler on every rank, or several as 10:13 (RUN/profile/)", str, flag=True
+    )
+    log: str | None = _setting(
+        None, "send the figures to wandb, mlflow or trackio, or to several: wandb,mlflow", str, flag=True
+    )
 
     device: str = _setting("auto", "auto, cpu or cuda", str, ("auto", "cpu", "cuda"))
     topk_values: str = _setting(
@@ -245,6 +253,14 @@ def refuse_contradictions(config: RunConfig, layout: Layout) -> None:
             "--replicate-state keeps the state of each step, and under ps-async steps overlap: there is none between "
             "two checkpoints. Use --checkpoint-every, or ps."
         )
+    if config.profile is not None:
+        first = profiled_steps(config.profile)[0]
+        if config.steps is not None and first > config.steps:
+            raise ConfigError(f"--profile {config.profile} begins after the last step, which is {config.steps}.")
+        if layout.kind == "ps-async":
+            raise ConfigError(
+                "--profile traces steps that all ranks take together, and under ps-async none are. Use ps."
+            )
     if config.rpc_host is not None and not layout.uses_rpc:
         raise ConfigError(f"rpc_host={config.rpc_host} is for strategies over RPC, and {layout.name} is none.")
     if config.compile and layout.kind == "dp":
@@ -288,7 +304,7 @@ def check(key: str, value: Any) -> Any:
         if SETTINGS[key].default is None:
             return None
         raise ConfigError(f"{key} needs a value.")
-    if key in ("nproc", "nnodes") and isinstance(value, int) and not isinstance(value, bool):
+    if key in ("nproc", "nnodes", "profile") and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     value = coerce(key, value, meta["kind"]() if meta["kind"] is not str else "")
     if meta["choices"] and value not in meta["choices"]:
@@ -307,15 +323,22 @@ def check(key: str, value: Any) -> Any:
         raise ConfigError(f"{key} cannot be negative.")
     if key == "seed" and value >= 2**63:
         raise ConfigError(f"seed must be below 2**63, not {value}.")
-    if key == "shard_by":
-        shard_size(value)
-    if key == "compress":
-        parse_compression(value)
+    if key in _PARSED:
+        _PARSED[key](value)
     if (key == "outer_lr" and not value > 0) or (key == "outer_momentum" and not 0 <= value < 1):
         raise ConfigError(f"{key} must be {'above 0' if key == 'outer_lr' else 'at least 0 and below 1'}, not {value}.")
     if key == "eval_every" and value not in ("epoch", "never") and not (value.isdigit() and int(value) > 0):
         raise ConfigError(f"eval_every is 'epoch', 'never' or a number of steps, not {value!r}.")
     return value
+
+
+# Settings whose values have a form of their own, and who reads it.
+_PARSED: dict[str, Callable[[str], object]] = {
+    "shard_by": lambda text: shard_size(text),
+    "compress": parse_compression,
+    "profile": profiled_steps,
+    "log": tracker_names,
+}
 
 
 def count_range(text: str, what: str = "nproc") -> tuple[int, int]:

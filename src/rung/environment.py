@@ -41,6 +41,11 @@ class Place:
         return self.local_size == self.size
 
 
+def is_in_environment(name: str) -> bool:
+    """Whether the user has set a variable of another program's."""
+    return name in os.environ
+
+
 def outside_place() -> Place | None:
     """Where this process stands if torchrun or mpirun started it as one of several; None if nobody did."""
     if "TORCHELASTIC_RUN_ID" in os.environ and has_store() and (numbers := _numbers(_TORCHRUN)) is not None:

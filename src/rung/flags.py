@@ -11,7 +11,7 @@ from rung.errors import ConfigError
 _METAVARS = {
     "strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES", "schedule": "NAME", "precision": "NAME",
     "activation_checkpointing": "HOW", "nproc": "N", "nnodes": "N", "rdzv": "HOST:PORT", "compress": "HOW",
-    "backend": "NAME", "outer": "HOW",
+    "backend": "NAME", "outer": "HOW", "profile": "STEPS", "log": "NAMES",
 }  # fmt: skip
 
 

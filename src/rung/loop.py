@@ -13,7 +13,8 @@ from rung.checkpoint import Position
 from rung.config import RunConfig
 from rung.generators import DeviceGenerators
 from rung.keeper import Keeper
-from rung.metrics import EvalRecord, Ledger, Observer, Sealed, StepRecord
+from rung.metrics import EvalRecord, Ledger, Observer, Sealed, StepRecord, peak_memory_bytes
+from rung.profiling import Profiler
 from rung.pulse import Pulse
 from rung.runtime import Runtime
 from rung.status import StatusWriter
@@ -43,10 +44,11 @@ def run(
     keeper: Keeper | None = None,
     start: Position | None = None,
     at_end: Callable[[int], None] | None = None,
+    profiler: Profiler | None = None,
 ) -> Summary:
     """Train to the end of `batches`, or until asked to stop. The same for every strategy, and for a pretend world."""
     status = status or StatusWriter()
-    loop = _Loop(runtime, batches, world, config, observers or [], evaluation, status, keeper, start)
+    loop = _Loop(runtime, batches, world, config, observers or [], evaluation, status, keeper, start, profiler)
     summary = loop.run({"total_steps": batches.total_steps, **(facts or {})}, at_end)
     loop.close()
     return summary
@@ -66,12 +68,14 @@ class _Loop:
         status: StatusWriter,
         keeper: Keeper | None,
         start: Position | None,
+        profiler: Profiler | None,
     ) -> None:
         self._runtime, self._batches, self._world, self._config = runtime, batches, world, config
         self._observers, self._evaluation, self._status, self._keeper = observers, evaluation, status, keeper
+        self._profiler = profiler
         self._start = start or Position(0, 0, 0, 0)
         self._position = self._start
-        self._pulse = Pulse(world, status)
+        self._pulse = Pulse(world, status, lambda: peak_memory_bytes(world))
         self._ledger = Ledger(world, self._start.samples)
         self._sealed: Sealed | None = None
         self._last: StepRecord | None = None
@@ -84,6 +88,7 @@ class _Loop:
         started = time.perf_counter()
         if self._is_stopped(self._pulse.check()) or (self._start.evaluation_due and not self._evaluate()):
             return self._stop()
+        self._profile(self._start.step)
         status.phase("reading data")
         for window in self._runtime.place(self._batches):
             step = window.step
@@ -108,11 +113,13 @@ class _Loop:
             if evaluates and not self._evaluate():
                 return self._stop()
             self._save_if_due()
-            asked = self._is_stopped(self._pulse.beat(step, self._runtime.phase_seconds()))
+            asked = self._is_stopped(self._pulse.beat(step, self._runtime.phase_seconds(), window.num_samples))
             if asked and not is_last and self._runtime.is_settled():
                 return self._stop()
             for line in self._pulse.slow_lines():
                 log.info(line)
+            self._show_ranks(step, at_once=is_last)
+            self._profile(step, is_last=is_last)
             status.phase("reading data")
         self._tell()
         self._sealed = self._ledger.seal()
@@ -136,6 +143,8 @@ class _Loop:
 
     def close(self) -> None:
         """In good order, on all ranks."""
+        if self._profiler is not None:
+            self._profiler.finish()
         self._pulse.close()
 
     def _tell(self) -> None:
@@ -145,6 +154,16 @@ class _Loop:
             if records:
                 observer.on_steps(records)
         self._last = records[-1] if records else self._last
+
+    def _show_ranks(self, step: int, *, at_once: bool) -> None:
+        live = self._pulse.live(step, at_once=at_once) if self._observers else None
+        if live is not None:
+            for observer in self._observers:
+                observer.on_ranks(live)
+
+    def _profile(self, step: int, *, is_last: bool = False) -> None:
+        if self._profiler is not None and self._profiler.between(step, is_last=is_last):
+            self._ledger.skip()  # what it took to write is no part of the next step
 
     def _after(self, window: Window) -> Position:
         before, count = self._position, window.num_global_samples

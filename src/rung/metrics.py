@@ -1,4 +1,4 @@
-"""Records of a run and who is told of them: a JSON-lines file and TensorBoard.
+"""Records of a run and who is told of them: a JSON-lines file, TensorBoard, and whoever watches.
 
 A record is made for every step, but read from the device only every so many: `Ledger` keeps what is still on the device
 and turns it into records in one go. The console is not here; the launcher draws it from the same file.
@@ -6,10 +6,12 @@ and turns it into records in one go. The console is not here; the launcher draws
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import resource
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,6 +22,7 @@ import torch
 
 from rung.batches import Window
 from rung.checkpoint import SaveRecord
+from rung.live import Live, write_live
 from rung.runtime.base import LocalStep
 from rung.world import World
 
@@ -63,6 +66,9 @@ class Observer(Protocol):
 
     def on_checkpoint(self, record: SaveRecord) -> None: ...
 
+    def on_ranks(self, live: Live) -> None:
+        """What all ranks do, about once a second."""
+
     def on_end(self, facts: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
@@ -72,7 +78,7 @@ class Observer(Protocol):
 class Sealed:
     """Steps whose figures are on their way to the host."""
 
-    steps: list[tuple[Window, LocalStep, Any]]
+    steps: list[tuple[Window, LocalStep, Any, Any]]  # with the marks of their beginning and end
     losses: Callable[[], list[float]]
     norms: Callable[[], list[float]]
 
@@ -87,12 +93,13 @@ class Ledger:
     def __init__(self, world: World, samples: int = 0) -> None:
         self._world = world
         self._clock = _Clock(world)
-        self._pending: list[tuple[Window, LocalStep, Any]] = []
+        self._pending: list[tuple[Window, LocalStep, Any, Any]] = []
         self._samples = samples
         self._last_mark = self._clock.mark()
 
     def add(self, window: Window, result: LocalStep) -> None:
-        self._pending.append((window, result, self._clock.mark()))
+        start, self._last_mark = self._last_mark, self._clock.mark()
+        self._pending.append((window, result, start, self._last_mark))
 
     def skip(self) -> None:
         """Leave out of the next step's time what happened since the last one (an evaluation)."""
@@ -100,8 +107,8 @@ class Ledger:
 
     def seal(self) -> Sealed:
         steps, self._pending = self._pending, []
-        losses = self._world.fetch([result.loss_share for _, result, _ in steps])
-        norms = self._world.fetch([result.grad_norm for _, result, _ in steps if result.grad_norm is not None])
+        losses = self._world.fetch([result.loss_share for _, result, *_ in steps])
+        norms = self._world.fetch([result.grad_norm for _, result, *_ in steps if result.grad_norm is not None])
         return Sealed(steps, losses, norms)
 
     def records(self, sealed: Sealed) -> list[StepRecord]:
@@ -110,13 +117,12 @@ class Ledger:
         if not count:
             return []
         norms = iter(sealed.norms())
-        waits = [window.wait_seconds for window, _, _ in sealed.steps]
+        waits = [window.wait_seconds for window, *_ in sealed.steps]
         rows = self._world.gather([*sealed.losses(), *waits, float(peak_memory_bytes(self._world))])
         records = []
-        for index, (window, result, mark) in enumerate(sealed.steps):
+        for index, (window, result, start, mark) in enumerate(sealed.steps):
             self._samples += window.num_global_samples
-            seconds = self._clock.between(self._last_mark, mark)
-            self._last_mark = mark
+            seconds = self._clock.between(start, mark)
             slowest = max(range(len(rows)), key=lambda rank: rows[rank][count + index])
             records.append(
                 StepRecord(
@@ -176,6 +182,7 @@ class JsonLines:
             _end_line(path)
         self._file = path.open("ab" if resume else "wb", buffering=0)
         self._waiting = b""  # what a full disk did not take
+        self._slow: set[tuple[int, str]] = set()
 
     def on_start(self, facts: dict[str, Any], step: int) -> None:
         event = {"event": "resume", "step": step} if step else {"event": "start"}
@@ -183,6 +190,12 @@ class JsonLines:
 
     def on_checkpoint(self, record: SaveRecord) -> None:
         self._put({"event": "checkpoint", **asdict(record)})
+
+    def on_ranks(self, live: Live) -> None:
+        """A line when a rank begins to be slow. What ranks do every second is in another file."""
+        before, self._slow = self._slow, {(slow.rank, slow.phase) for slow in live.slow}
+        told = [asdict(slow) for slow in live.slow if (slow.rank, slow.phase) not in before]
+        self._put(*({"event": "slow", "step": live.step, **slow} for slow in told))
 
     def on_end(self, facts: dict[str, Any]) -> None:
         self._put({"event": "end", **facts})
@@ -238,11 +251,12 @@ class TensorBoard:
     def __init__(self, folder: Path, start_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._slow: set[tuple[int, str]] = set()
         self._writer: Any = SummaryWriter(str(folder), flush_secs=10, purge_step=start_step + 1 if start_step else None)
 
     def on_checkpoint(self, record: SaveRecord) -> None:
-        self._scalar("checkpoint/stall_seconds", record.stall_seconds, record.step)
-        self._scalar("checkpoint/write_seconds", record.write_seconds, record.step)
+        told = {"stall_seconds": record.stall_seconds, "write_seconds": record.write_seconds}
+        self._scalars({f"checkpoint/{name}": value for name, value in told.items()}, record.step)
 
     def on_start(self, facts: dict[str, Any], step: int) -> None:
         self._writer.add_text("run", ", ".join(f"{key}: {value}" for key, value in facts.items()))
@@ -251,27 +265,77 @@ class TensorBoard:
 
     def on_steps(self, records: list[StepRecord]) -> None:
         for record in records:
-            self._scalar("train/loss", record.loss, record.step)
-            self._scalar("train/lr", record.lr, record.step)
-            if record.grad_norm is not None:
-                self._scalar("train/grad_norm", record.grad_norm, record.step)
-            if record.staleness is not None:
-                self._scalar("train/staleness", float(record.staleness), record.step)
-        last = records[-1]
-        self._scalar("speed/samples_per_second", last.samples_per_second, last.step)
-        self._scalar("speed/step_seconds", last.step_seconds, last.step)
-        self._scalar("speed/data_wait_seconds", last.data_wait_seconds, last.step)
-        self._scalar("memory/peak_bytes", float(last.peak_memory_bytes), last.step)
+            self._scalars(training_figures(record), record.step)
+        self._scalars(speed_figures(records[-1]), records[-1].step)
 
     def on_evaluation(self, record: EvalRecord) -> None:
-        for name, value in record.metrics.items():
-            self._scalar(f"eval/{name}", value, record.step)
+        self._scalars({f"eval/{name}": value for name, value in record.metrics.items()}, record.step)
+
+    def on_ranks(self, live: Live) -> None:
+        self._scalars(rank_figures(live), live.step)
+        before, self._slow = self._slow, {(slow.rank, slow.phase) for slow in live.slow}
+        for slow in live.slow:
+            if (slow.rank, slow.phase) not in before:
+                self._writer.add_text("slow ranks", slow.text, live.step)
 
     def close(self) -> None:
         self._writer.close()
 
-    def _scalar(self, name: str, value: float, step: int) -> None:
-        self._writer.add_scalar(name, value, step)
+    def _scalars(self, figures: Mapping[str, float], step: int) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+
+class LiveFile:
+    """What `rung watch` reads. A disk that does not take it is no reason to stop training."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+
+    def on_start(self, facts: dict[str, Any], step: int) -> None:
+        self.on_ranks(Live(step, time.time()))  # those of the world before are gone
+
+    def on_ranks(self, live: Live) -> None:
+        with contextlib.suppress(OSError):
+            write_live(self._path, live)
+
+    def on_steps(self, records: list[StepRecord]) -> None: ...
+    def on_evaluation(self, record: EvalRecord) -> None: ...
+    def on_checkpoint(self, record: SaveRecord) -> None: ...
+    def on_end(self, facts: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+# -- the same figures under the same names, wherever they are shown --------------------------------------------------
+
+
+def training_figures(record: StepRecord) -> dict[str, float]:
+    told = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm, "staleness": record.staleness}
+    return {f"train/{name}": float(value) for name, value in told.items() if value is not None}
+
+
+def speed_figures(record: StepRecord) -> dict[str, float]:
+    return {
+        "speed/samples_per_second": record.samples_per_second,
+        "speed/step_seconds": record.step_seconds,
+        "speed/data_wait_seconds": record.data_wait_seconds,
+        "memory/peak_bytes": float(record.peak_memory_bytes),
+    }
+
+
+def rank_figures(live: Live) -> dict[str, float]:
+    """A few numbers of all ranks, however many there are: how many are slow, and how far the busiest is from others."""
+    own = [sum(rank.seconds.values()) for rank in live.ranks]
+    return {
+        "ranks/slow": float(len({slow.rank for slow in live.slow})),
+        "ranks/busiest": float(max(range(len(own)), key=own.__getitem__)),
+        "ranks/own_seconds_most": max(own),
+        "ranks/own_seconds_median": statistics.median(own),
+        "ranks/data_wait_seconds_most": max(rank.seconds.get("data", 0.0) for rank in live.ranks),
+        "ranks/memory_bytes_most": float(max(rank.memory_bytes for rank in live.ranks)),
+        "ranks/memory_bytes_least": float(min(rank.memory_bytes for rank in live.ranks)),
+    }
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

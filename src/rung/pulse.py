@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rung.live import Live, RankFigures, Slowness
 from rung.status import StatusWriter
 from rung.strategy import Layout
 from rung.world import World
@@ -26,7 +27,9 @@ PHASES = ("data", "forward", "backward", "update")
 _RHYTHM_SECONDS = 0.25  # how far apart exchanges are about to be, where steps are quicker than that
 _MAX_CALLS = 32  # between two exchanges, in case steps become slow all at once
 _LONG_SECONDS = 0.5  # of a call: then the answer is waited for, since the next call is far away
-_STOP, _ELAPSED, _BEATS, _SUMS = 0, 1, 2, 3  # what a rank sends: the sums of its phases' seconds come last
+# What a rank sends: whether to stop, the seconds of a call, its steps, the time and the samples of all of them, its
+# memory, and last the sums of its phases' seconds.
+_STOP, _ELAPSED, _BEATS, _SPAN, _SAMPLES, _MEMORY, _SUMS = range(7)
 # A rank is slow in a phase if it takes so much longer than its peers, in most of the last exchanges.
 _FLOOR_SECONDS = 0.005
 _FACTOR = 1.5
@@ -55,25 +58,28 @@ class SlowRank:
 class Pulse:
     """One rank's part in the exchange. All ranks make it at the same place, and call it at the same places."""
 
-    def __init__(self, world: World, status: StatusWriter) -> None:
-        self._world, self._status = world, status
+    def __init__(self, world: World, status: StatusWriter, memory: Callable[[], int] = lambda: 0) -> None:
+        """`memory` gives the bytes that this rank needed so far."""
+        self._world, self._status, self._memory = world, status, memory
         self._exchange = _Exchange(world) if world.size > 1 and not world.pretend else None
         self._agreed = False
         self._calls, self._every, self._waits = 0, 1, True
         self._sums = [0.0] * len(PHASES)
-        self._beats = 0
+        self._beats, self._samples = 0, 0
         self._started = time.perf_counter()
         self._rows: deque[list[list[float]]] = deque(maxlen=_WINDOW)  # of each exchange and rank, as they were sent
-        self._looked = -_LOOK_SECONDS
-        self._peers = Peers(world.layout, world.size)
+        self._looked = self._shown = -_LOOK_SECONDS
+        self._peers = Peers(world.layout, world.size, on_host=world.device.type == "cpu")
         self._slow: set[tuple[int, str]] = set()
         self._said: dict[tuple[int, str], float] = {}
 
-    def beat(self, step: int, seconds: Mapping[str, float]) -> bool:
-        """Once a step: this rank's own seconds by phase. True, in the same call on every rank, when all shall stop."""
+    def beat(self, step: int, seconds: Mapping[str, float], samples: int = 0) -> bool:
+        """Once a step: this rank's own seconds by phase, and samples. True, in the same call on every rank, when all
+        shall stop."""
         for index, phase in enumerate(PHASES):
             self._sums[index] += seconds.get(phase, 0.0)
         self._beats += 1
+        self._samples += samples
         return self._call(due=self._calls + 1 >= self._every)
 
     def check(self) -> bool:
@@ -108,6 +114,22 @@ class Pulse:
         last = self._rows[-1] if self._rows else []
         return [dict(zip(PHASES, _of_a_step(row), strict=True)) for row in last]
 
+    def live(self, step: int, *, at_once: bool = False) -> Live | None:
+        """What all ranks do, for whoever watches: on the main rank, and at most once a second unless `at_once`."""
+        now = time.monotonic()
+        is_due = at_once or now >= self._shown + _LOOK_SECONDS
+        if not (self._world.is_main and self._rows and is_due):
+            return None
+        self._shown = now
+        last = self._rows[-1]
+        ranks = [
+            RankFigures(seconds, row[_SAMPLES] / row[_SPAN] if row[_SPAN] > 0 else 0.0, int(row[_MEMORY]))
+            for row, seconds in zip(last, self.seconds(), strict=True)
+        ]
+        slow = [Slowness(one.rank, one.phase, one.seconds, one.others_seconds, str(one)) for one in self.slow()]
+        step_seconds = max(row[_SPAN] / row[_BEATS] for row in last)
+        return Live(step, time.time(), step_seconds, ranks, slow)
+
     def close(self) -> None:
         """At the end, by all ranks, so that none goes while another still listens."""
         if self._exchange is not None and self._exchange.pending:
@@ -118,20 +140,27 @@ class Pulse:
             return False
         if self._exchange is None:
             self._agreed = self._agreed or self._status.stop_requested()
+            if self._beats and time.perf_counter() >= self._started + _RHYTHM_SECONDS:
+                self._rows.append([self._row()])
+                self._begin_anew()
             return self._agreed
         self._calls += 1
         if self._exchange.pending:
             self._take(self._exchange.finish())
         if due or self._waits:
-            elapsed = (time.perf_counter() - self._started) / self._calls
-            self._exchange.start([float(self._status.stop_requested()), elapsed, float(self._beats), *self._sums])
+            self._exchange.start(self._row())
             self._begin_anew()
             if self._waits:
                 self._take(self._exchange.finish())
         return self._agreed
 
+    def _row(self) -> list[float]:
+        span = time.perf_counter() - self._started
+        told = [self._status.stop_requested(), span / max(self._calls, 1), self._beats, span, self._samples]
+        return [*map(float, told), float(self._memory()), *self._sums]
+
     def _begin_anew(self) -> None:
-        self._calls, self._beats = 0, 0
+        self._calls, self._beats, self._samples = 0, 0, 0
         self._sums = [0.0] * len(PHASES)
         self._started = time.perf_counter()
 
@@ -179,7 +208,10 @@ class _Exchange:
 class Peers:
     """Who is compared with whom: ranks of the same stage, which do the same work; all, where a stage has but one."""
 
-    def __init__(self, layout: Layout, size: int) -> None:
+    def __init__(self, layout: Layout, size: int, *, on_host: bool = False) -> None:
+        """`on_host` says that the ranks compute on the CPU."""
+        # There nothing runs ahead of the host, and where the model is not cut, all waits for others are measured.
+        self._knows_waits = on_host and not layout.is_composed and not layout.uses_rpc
         stages = [layout.team(rank) for rank in range(size)]
         groups = [[r for r, stage in enumerate(stages) if stage == wanted] for wanted in sorted(set(stages))]
         self._groups = [(group, _FACTOR) for group in groups]
@@ -187,8 +219,9 @@ class Peers:
             self._groups = [(list(range(size)), _FACTOR_OF_STAGES if len(groups) > 1 else _FACTOR)]
 
     def compare(self, seconds: np.ndarray[Any, Any]) -> list[SlowRank]:
-        """From (exchanges, ranks, phases). A phase counts if the step as a whole is longer by it, too: where a rank
-        has to wait inside a phase for another in ways that nobody measures, it gains in one what it loses elsewhere."""
+        """From (exchanges, ranks, phases). Where a rank may have to wait inside a phase for another in ways that nobody
+        measures, it gains in one what it loses elsewhere: there a phase counts if the step as a whole is longer by it,
+        too. Where all waits are known, two ranks may be slow, each in another phase, and both are named."""
         if len(seconds) < _MOST:
             return []
         found = []
@@ -202,7 +235,9 @@ class Peers:
                 floor = max(_FLOOR_SECONDS, _PART_OF_STEP * float(np.median(others.sum(axis=1))))
                 whole = float(np.median(excess.sum(axis=1)))
                 slow = ((excess > floor) & (own > factor * others)).sum(axis=0) >= _MOST
-                for index in np.flatnonzero(slow & (whole > 0.5 * np.median(excess, axis=0))):
+                if not self._knows_waits:
+                    slow &= whole > 0.5 * np.median(excess, axis=0)
+                for index in np.flatnonzero(slow):
                     own_median, others_median = float(np.median(own[:, index])), float(np.median(others[:, index]))
                     found.append(SlowRank(rank, PHASES[index], own_median, others_median))
         return found

@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,6 +82,20 @@ class StatusBoard:
         self.request("")
 
 
+def read_statuses(path: str | Path) -> dict[int, RankStatus]:
+    """Those of a board that others write and may make anew meanwhile: read, not mapped. Empty without one."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError:
+        return {}
+    found = {}
+    for rank in range(len(content) // _SLOT_BYTES - 1):
+        step, phase, pid, changed = _SLOT.unpack_from(content, _offset(rank))
+        if pid:
+            found[rank] = RankStatus(step, PHASES[phase], pid, changed)
+    return found
+
+
 class StatusWriter:
     """The slot of one rank. Without a board it remembers the status for this process alone."""
 
@@ -91,6 +106,7 @@ class StatusWriter:
         self._step = 0
         self._phase = 0
         self._asked = False
+        self.listener: Callable[[str], None] | None = None  # told of each phase in this process
 
     def step(self, step: int) -> None:
         self._step = step
@@ -98,6 +114,8 @@ class StatusWriter:
     def phase(self, phase: str) -> None:
         self._phase = _PHASE_CODES[phase]
         self.touch()
+        if self.listener is not None:
+            self.listener(phase)
 
     def touch(self) -> None:
         """Say that this rank came forward, in a phase of many parts: each of them may take its time."""

@@ -18,15 +18,19 @@ from rung.config import RunConfig, half_micro_batch, micro_batch_size
 from rung.environment import environment_local_size, environment_size
 from rung.errors import CheckpointError
 from rung.keeper import Keeper, find_state
+from rung.live import live_path
+from rung.looking import profiled_steps, tracker_names
 from rung.loop import Summary, run
-from rung.metrics import JsonLines, Observer, TensorBoard
+from rung.metrics import JsonLines, LiveFile, Observer, TensorBoard
 from rung.oom import is_out_of_memory, memory_lines
 from rung.order import mix
+from rung.profiling import Profiler
 from rung.runtime import Runtime, build_runtime
 from rung.runtime.base import ModelFacts
 from rung.status import StatusWriter
 from rung.strategy import Layout, parse
 from rung.task import Task, load_task
+from rung.trackers import open_trackers
 from rung.world import World, open_world
 
 log = logging.getLogger("rung")
@@ -99,7 +103,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
             log.info("  %s", note)
         told = len(runtime.notes)
         observers: list[Observer] = []
-        keeper = None
+        keeper, profiler = None, None
         if folder is not None and sites is not None:
             settings = {
                 "task": task.name,
@@ -112,7 +116,12 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
                 observers = [
                     JsonLines(folder / "metrics.jsonl", resume=job.resume),
                     TensorBoard(folder / "tensorboard", start.step),
+                    LiveFile(live_path(folder)),
                 ]
+                names = tracker_names(config.log) if config.log is not None else ()
+                observers += open_trackers(names, folder, settings, must_open=checkpoint is None)
+            if config.profile is not None:
+                profiler = Profiler(folder / "profile", profiled_steps(config.profile), world, status)
         make_evaluation = _evaluation(task, config, world)
         facts = {
             "task": task.name,
@@ -142,6 +151,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
                 keeper=keeper,
                 start=start,
                 at_end=save_whole_weights,
+                profiler=profiler,
             )
         except Exception as error:
             _explain(error, runtime, world, config, keeper)

@@ -115,6 +115,8 @@ def verify_command(
         **{name: getattr(asked, name) for name in (*_FOR_CUT_MODELS, *_FOR_SERVERS, *_FOR_DDP)},
         log_every=1,
         eval_every="never",
+        profile=None,
+        log=None,
         epochs=None,
         out=None,
     )

@@ -25,6 +25,7 @@ from rung.launch.elastic import Terms, running_launcher, terms_of
 from rung.launch.local import Stopped, launch, new_run_dir, new_run_name
 from rung.launch.server import warm_up
 from rung.launch.signals import Interrupted, leaving_at_once
+from rung.looking import refuse_missing_trackers, tracker_names
 from rung.strategy import Layout, default_name, fit, natural_num_ranks, parse
 from rung.task import Task, load_task
 from rung.version import VERSION
@@ -96,6 +97,7 @@ def prepare(
     config = resolved.config
     refuse_contradictions(config, layout)
     outside.refuse_over_mpi(config, layout)
+    refuse_missing_trackers(tracker_names(config.log) if config.log is not None else ())
     if layout.kind == "ddp+ps":
         task.remote_patterns()
     task.bind(resolved.arguments)

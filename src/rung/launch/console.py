@@ -30,7 +30,8 @@ CRASH_MARKS = ("Fatal Python error", "terminate called after throwing")  # how t
 _WARNING_CHARACTERS = 400
 _POLL_SECONDS = 0.05
 _PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
-_CPP_LOG = re.compile(r"^\[[IW]\d{4} |^\[rank\d+\]:\[[IW]\d{4} ")  # torch's own C++ log lines stay in the file
+# torch's own C++ log lines, and its profiler's, stay in the file.
+_CPP_LOG = re.compile(r"^\[[IW]\d{4} |^\[rank\d+\]:\[[IW]\d{4} |^[A-Z]+:\d{4}-\d\d-\d\d [\d: ]+ \w+\.cpp:")
 
 
 class _Tail:

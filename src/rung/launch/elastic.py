@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,10 +10,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rung.config import RunConfig, count_range
 from rung.errors import ConfigError
-from rung.processes import is_running
+from rung.processes import is_running, machine_name
 
 _RESTARTS = 3  # in a row without progress, for a job that may change its size
 _SCALE = "scale"
@@ -77,8 +79,18 @@ class Restarts:
 def announce(state: Path, terms: Terms) -> None:
     """Tell `rung scale` who runs the job, and within which limits."""
     (state / _SCALE).unlink(missing_ok=True)
-    told = {"pid": os.getpid(), "least": terms.processes[0], "most": terms.processes[1]}
+    told = {"pid": os.getpid(), "least": terms.processes[0], "most": terms.processes[1], "machine": machine_name()}
     (state / _LAUNCHER).write_text(json.dumps(told))
+
+
+def launchers(run: Path) -> dict[Path, dict[str, Any]]:
+    """What the launchers of a run told of themselves, on whatever machine. One that was killed may be among them."""
+    paths = [run / ".state" / _LAUNCHER, *(run / ".state").glob(f"*/{_LAUNCHER}")]
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):  # it may be gone meanwhile
+            found[path] = json.loads(path.read_text())
+    return found
 
 
 def running_launcher(state: Path) -> int | None:
@@ -107,9 +119,7 @@ def wanted_processes(state: Path) -> int | None:
 
 def scale(run: str | Path, count: int) -> str:
     """Ask the launcher of a running job for another number of processes. What to tell the user."""
-    launchers = [Path(run, ".state", _LAUNCHER), *Path(run, ".state").glob(f"*/{_LAUNCHER}")]
-    told = {path: json.loads(path.read_text()) for path in launchers if path.exists()}
-    told = {path: launcher for path, launcher in told.items() if is_running(launcher["pid"])}
+    told = {path: launcher for path, launcher in launchers(Path(run)).items() if is_running(launcher["pid"])}
     if not told:
         where = (
             f"{run} is not a run that is running on this machine" if Path(run).is_dir() else f"there is no run {run}"

@@ -1,0 +1,129 @@
+"""`rung profile merge`: the traces of all ranks in one file, with one process for each rank, on one clock."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rung.errors import ConfigError
+
+_NAME = re.compile(r"rank-(\d+)-steps-(\d+)-(\d+)\.json\.gz")
+_FLOW_BITS = 40  # of a flow's number within a rank
+# What the profiler says of itself, and how it would order processes that are not those of the merged file.
+_LEFT_OUT = ("process_name", "process_labels", "process_sort_index")
+
+
+def merge_command(run: str, *, steps: str | None, out: str | None) -> int:
+    """Merge the traces of a run, and say where they are."""
+    folder = Path(run) / "profile"
+    chosen = _choose(folder, steps)
+    ranks = _traces(folder)[chosen]
+    path = Path(out) if out is not None else folder / f"steps-{chosen[0]}-{chosen[1]}.json.gz"
+    missing = merge(ranks, path)
+    sys.stdout.write(f"{len(ranks)} ranks in {path}; open it at https://ui.perfetto.dev or in chrome://tracing\n")
+    if missing:
+        told = ", ".join(map(str, missing))
+        sys.stdout.write(
+            f"not here: rank{'s' if len(missing) > 1 else ''} {told}, on machines with disks of their own\n"
+        )
+    return 0
+
+
+def merge(ranks: dict[int, Path], path: Path) -> list[int]:
+    """Write one trace of several. Which ranks of the run are missing."""
+    traces = {rank: _read(ranks[rank]) for rank in sorted(ranks)}
+    shifts = _shifts({rank: trace["rung"] for rank, trace in traces.items()})
+    bases = {rank: int(trace.get("baseTimeNanoseconds", 0)) for rank, trace in traces.items()}
+    base = min(bases[rank] + shifts[rank] for rank in traces)
+    events: list[dict[str, Any]] = []
+    for rank, trace in traces.items():
+        delay = (bases[rank] + shifts[rank] - base) / 1000  # microseconds, as in the trace
+        events += _names(rank, trace["rung"])
+        events += _events(rank, trace["traceEvents"], delay)
+    content = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": events}
+    text = json.dumps(content)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode(), compresslevel=5))
+    else:
+        path.write_text(text, encoding="utf-8")
+    size = max(int(trace["rung"]["ranks"]) for trace in traces.values())
+    return sorted(set(range(size)) - set(ranks))
+
+
+def _events(rank: int, events: list[dict[str, Any]], delay: float) -> Iterator[dict[str, Any]]:
+    """Those of one rank, its streams of GPUs among its threads."""
+    for event in events:
+        if not isinstance(event.get("pid"), int) or (event["ph"] == "M" and event["name"] in _LEFT_OUT):
+            continue
+        moved = {**event, "pid": rank}
+        if "ts" in event:
+            moved["ts"] = event["ts"] + delay
+        if "id" in event:  # a flow, from one event to another of the same rank
+            moved["id"] = (rank << _FLOW_BITS) + int(event["id"])
+        yield moved
+
+
+def _names(rank: int, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    told = {
+        "process_name": {"name": f"rank {rank}"},
+        "process_labels": {"labels": f"{facts['strategy']}, {facts['machine']}"},
+        "process_sort_index": {"sort_index": rank},
+    }
+    for name, args in told.items():
+        yield {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args}
+
+
+def _shifts(facts: dict[int, dict[str, Any]]) -> dict[int, int]:
+    """Nanoseconds to add to each rank's times. Ranks of a machine share its clock; clocks of machines are compared by
+    what they said at the moments that all ranks had in common, and are then right to about the time of a message."""
+    first = facts[min(facts)]
+    found = {}
+    for rank, told in facts.items():
+        leader = min(other for other, its in facts.items() if its["machine"] == told["machine"])
+        if told["machine"] == first["machine"]:
+            found[rank] = 0
+        else:
+            pairs = zip(first["clocks_ns"], facts[leader]["clocks_ns"], strict=True)
+            found[rank] = round(statistics.median(one - other for one, other in pairs))
+    return found
+
+
+def _traces(folder: Path) -> dict[tuple[int, int], dict[int, Path]]:
+    """Of each stretch of steps, the traces of ranks."""
+    found: dict[tuple[int, int], dict[int, Path]] = {}
+    for path in folder.glob("rank-*.json.gz"):
+        if match := _NAME.fullmatch(path.name):
+            rank, first, last = map(int, match.groups())
+            found.setdefault((first, last), {})[rank] = path
+    return found
+
+
+def _choose(folder: Path, steps: str | None) -> tuple[int, int]:
+    known = sorted(_traces(folder))
+    if not known:
+        raise ConfigError(f"there are no traces in {folder}; `rung train --profile STEPS` writes them.")
+    names = [f"{first}:{last}" if first != last else f"{first}" for first, last in known]
+    if steps is not None:
+        if steps not in names:
+            raise ConfigError(f"there are no traces of steps {steps} in {folder}, but of {', '.join(names)}.")
+        return known[names.index(steps)]
+    if len(known) > 1:
+        raise ConfigError(f"{folder} has traces of several stretches of steps: choose one by --steps {names[-1]}.")
+    return known[0]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            trace: dict[str, Any] = json.load(file)
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    if "rung" not in trace:
+        raise ConfigError(f"{path} is a trace, but not one of `rung train --profile`.")
+    return trace
