@@ -122,7 +122,7 @@ def test_marks_are_those_of_the_data(page: Any) -> None:
     assert count("memory") == sum(value > 0 for row in rows for m in row["memory"] for value in m["kinds"].values())
     assert count("messages") == sum(len({m["collective"] for m in row["messages"]}) for row in rows)
     assert count("losses") == len(rows)
-    points = page.locator("#losses polyline").evaluate_all("all => all.map((one) => one.points.numberOfItems)")
+    points = page.locator("#losses polyline.mark").evaluate_all("all => all.map((one) => one.points.numberOfItems)")
     assert points == [len(row["losses"]) for row in rows]
     assert count("timeline") == len(spans)
     assert count("timeline", ".t-communication.mark") == sum(span["what"] == "communication" for span in spans)
@@ -182,8 +182,16 @@ def test_a_strategy_can_be_left_out_of_the_charts(page: Any) -> None:
     page.get_by_role("checkbox", name="ddp").press("Space")
     shown = page.locator("#throughput .name:visible").all_inner_texts()
     assert shown == ["single", "zero1", "zero3", "pp2", "ps-async"]
-    assert page.locator("#losses .curve:visible").count() == 5
+    assert page.locator("#losses .dashes:visible").count() == 5
     assert page.locator("#strategies tbody tr:visible").count() == 7
+
+
+def test_the_largest_of_those_shown_takes_the_whole_width(page: Any) -> None:
+    width = "e => e.getBoundingClientRect().width"
+    before = page.locator("#memory .strip[data-row='1'] .picture").evaluate(width)
+    page.get_by_role("checkbox", name="single").uncheck()
+    after = page.locator("#memory .strip[data-row='1'] .picture").evaluate(width)
+    assert after == pytest.approx(before * 165 / 135, rel=0.01)
 
 
 def test_steps_can_have_a_scale_of_their_own(page: Any) -> None:

@@ -15,7 +15,6 @@ from rung.report.marks import (
     line,
     percent,
     picture,
-    plural,
     rate,
     rect,
     rows_with_index,
@@ -59,21 +58,22 @@ def draw_throughput(comparison: Comparison) -> str:
 def _speed_strip(index: int, row: Row, most: float, against: float | None, comparison: Comparison) -> Strip:
     spread = row.samples_per_second
     assert spread is not None
-    low, high = spread.low / most, spread.high / most
+    own = max(spread.high, spread.median) or 1.0
+    low, high = spread.low / own, spread.high / own
     tip = f"{row.strategy}: {rate(spread.median)} samples/s, {rate(spread.low)} to {rate(spread.high)}"
     is_chosen = row.strategy == comparison.chosen
     middle = 2 + _BAR / 2
     marks = [
-        rect(0, 1, 2, _BAR, "track", mark=False),
-        rect(0, spread.median / most, 2, _BAR, "speed chosen" if is_chosen else "speed", tip=tip),
+        rect(0, spread.median / own, 2, _BAR, "speed chosen" if is_chosen else "speed", tip=tip),
         line(low, high, middle, middle, "spread"),
         line(low, low, middle - 4, middle + 4, "spread"),
         line(high, high, middle - 4, middle + 4, "spread"),
     ]
     if against is not None:
-        marks.append(line(against / most, against / most, 0, _BAR + 4, "against"))
+        marks.append(line(against / own, against / own, 0, _BAR + 4, "against"))
     faster = f"  ({times(row.speedup)})" if row.speedup is not None and row.strategy != comparison.reference else ""
-    return Strip(index, row.strategy, f"{rate(spread.median)} samples/s{faster}", picture(marks, _BAR + 4, tip))
+    drawing = picture(marks, _BAR + 4, tip, size=own, of=most)
+    return Strip(index, row.strategy, f"{rate(spread.median)} samples/s{faster}", drawing)
 
 
 def draw_memory(comparison: Comparison) -> str:
@@ -91,21 +91,7 @@ def _memory_figure(comparison: Comparison, rows: Sequence[tuple[int, Row]], is_p
     most = max(1.0, *(memory.peak_bytes for _, row in rows for memory in row.memory))
     present = {kind for _, row in rows for memory in row.memory for kind, count in memory.kinds.items() if count}
     order = [kind for kind in KINDS if kind in present] + sorted(present - set(KINDS))
-    drawn = [
-        Strip(
-            index,
-            row.strategy,
-            f"{human_bytes(max(memory.peak_bytes for memory in row.memory))} "
-            + ("on the fullest rank" if row.ranks > 1 else "on one rank"),
-            picture(
-                [mark for place, memory in enumerate(row.memory) for mark in _memory_bar(place, memory, order, most)],
-                len(row.memory) * (_BAR + 3) + 1,
-                f"{row.strategy}: {'; '.join(_tell_memory(memory, order) for memory in row.memory)}",
-                style="gutter",
-            ),
-        )
-        for index, row in rows
-    ]
+    drawn = [_memory_strip(index, row, order, most) for index, row in rows]
     cells = [
         (row.strategy, memory.rank, told_bytes(memory.peak_bytes), *(told_bytes(memory.kinds.get(k, 0)) for k in order))
         for _, row in rows
@@ -121,10 +107,25 @@ def _memory_figure(comparison: Comparison, rows: Sequence[tuple[int, Row]], is_p
     return figure("kept", "Memory between steps", told, body + table)
 
 
-def _memory_bar(place: int, memory: RankMemory, order: Sequence[str], most: float) -> list[str]:
+def _memory_strip(index: int, row: Row, order: Sequence[str], most: float) -> Strip:
+    own = max(memory.peak_bytes for memory in row.memory)
+    told = "; ".join(_tell_memory(memory, order) for memory in row.memory)
+    drawing = picture(
+        [mark for place, memory in enumerate(row.memory) for mark in _memory_bar(place, memory, order, own or 1.0)],
+        len(row.memory) * (_BAR + 3) + 1,
+        f"{row.strategy}: {told}",
+        style="gutter",
+        size=own,
+        of=most,
+    )
+    where = "on the fullest rank" if len(row.memory) > 1 else "on one rank"
+    return Strip(index, row.strategy, f"{human_bytes(own)} {where}", drawing)
+
+
+def _memory_bar(place: int, memory: RankMemory, order: Sequence[str], own: float) -> list[str]:
     y, x, marks = place * (_BAR + 3), 0.0, [words_at(0, place * (_BAR + 3) + 12, str(memory.rank), anchor="end", dx=-7)]
     for kind in order:
-        width = memory.kinds.get(kind, 0) / most
+        width = memory.kinds.get(kind, 0) / own
         if width > 0:
             tip = f"rank {memory.rank}: {kind} {human_bytes(memory.kinds[kind])} of {human_bytes(memory.peak_bytes)}"
             marks.append(rect(x, width, y, _BAR, kind_class(kind), tip=tip))
@@ -168,18 +169,19 @@ def _by_collective(messages: Sequence[Message]) -> dict[str, float]:
 
 
 def _message_strip(index: int, row: Row, found: dict[str, float], styles: dict[str, str], most: float) -> Strip:
-    marks, x = [rect(0, 1, 0, _BAR, "track", mark=False)], 0.0
-    told = []
+    own, x = sum(found.values()), 0.0
+    marks, told = [], []
     for name, count in found.items():
         calls = sum(message.calls for message in row.messages if message.collective == name)
         tip = f"{name}: {human_bytes(count)} in {calls:,.4g} {'call' if calls == 1 else 'calls'}"
-        marks.append(rect(x, count / most, 0, _BAR, styles[name], tip=tip))
+        marks.append(rect(x, count / (own or 1.0), 0, _BAR, styles[name], tip=tip))
         told.append((f"{name} {human_bytes(count)}", styles[name]))
-        x += count / most
-    words = ", ".join(words for words, _ in told) or "nothing is sent"
-    below = legend(told) if told else ""
-    total = human_bytes(sum(found.values())) if found else "nothing"
-    return Strip(index, row.strategy, total, picture(marks, _BAR, f"{row.strategy}: {words}"), below)
+        x += count / (own or 1.0)
+    if not found:
+        return Strip(index, row.strategy, "nothing" if row.ranks == 1 else "no collective", "")
+    words = ", ".join(words for words, _ in told)
+    drawing = picture(marks, _BAR, f"{row.strategy}: {words}", size=own, of=most)
+    return Strip(index, row.strategy, human_bytes(own), drawing, legend(told))
 
 
 @dataclass(frozen=True)
@@ -257,18 +259,19 @@ def _panel(quantity: _Quantity, rows: Sequence[tuple[int, Row]]) -> str:
 
 
 def _pair_strip(quantity: _Quantity, index: int, row: Row, measured: float, predicted: float, most: float) -> Strip:
-    was, said = quantity.show(measured), quantity.show(predicted)
+    was, said, own = quantity.show(measured), quantity.show(predicted), max(measured, predicted)
     tip = f"{row.strategy}: predicted {said}, measured {was}"
+    at, expected = measured / (own or 1.0), predicted / (own or 1.0)
     marks = [
         line(0, 1, 9, 9, "rail"),
-        line(min(measured, predicted) / most, max(measured, predicted) / most, 9, 9, "gap"),
-        f'<svg class="place" x="{percent(predicted / most)}" y="9"><path class="mark predicted" '
+        line(min(at, expected), max(at, expected), 9, 9, "gap"),
+        f'<svg class="place" x="{percent(expected)}" y="9"><path class="mark predicted" '
         f'd="M0 -6.5L6.5 0L0 6.5L-6.5 0Z"><title>{text(tip)}</title></path></svg>',
-        f'<circle class="mark measured" cx="{percent(measured / most)}" cy="9" r="4.5"><title>{text(tip)}</title>'
-        "</circle>",
+        f'<circle class="mark measured" cx="{percent(at)}" cy="9" r="4.5"><title>{text(tip)}</title></circle>',
     ]
-    off = f" ({signed_share((predicted - measured) / measured)})" if measured else ""
-    return Strip(index, row.strategy, f"{said} for {was}{off}", picture(marks, 18, tip, style="inset"))
+    off = f" ({signed_share((predicted - measured) / measured)})" if measured and said != was else ""
+    drawing = picture(marks, 18, tip, style="inset", size=own, of=most)
+    return Strip(index, row.strategy, f"said {said}, was {was}{off}", drawing)
 
 
 def draw_slow(comparison: Comparison) -> str:
@@ -281,6 +284,5 @@ def draw_slow(comparison: Comparison) -> str:
     )
     if not items:
         return ""
-    count = sum(len(row.slow) for row in comparison.finished)
-    told = f"{plural(count, 'rank')} that kept others waiting."
+    told = "Ranks that took clearly longer than their peers, in time of their own."
     return figure("slow", "Slow ranks", told, f'<ul class="notes">{items}</ul>', wide=True)

@@ -1,4 +1,4 @@
-"""Loss curves over each other. They should coincide: the first is the broadest, so that all of them are seen."""
+"""Loss curves over each other. They should coincide, so each has dashes where the others have gaps: all are seen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rung.report.marks import difference, figure, figures, line, percent, rows_w
 
 _HEIGHT = 260.0
 _STYLES = 8  # of lines in page.css
-_THIN, _BROADER, _BROADEST = 2.0, 2.2, 15.0
+_DASH = 13.0  # the length of one, in pixels
 _LABEL = 16.0  # between two names at the right edge
 _MOST_POINTS = 600
 
@@ -25,10 +25,9 @@ def draw_losses(comparison: Comparison) -> str:
     scale = _Scale(first, last, low - room, high + room)
     labels = _spread_labels([scale.y(row.losses[-1][1]) for _, row in rows])
     height = max(_HEIGHT, max(labels) + 10)
-    marks = _axes(scale)
-    for place, (index, row) in enumerate(rows):
-        width = min(_BROADEST, _THIN + _BROADER * (len(rows) - 1 - place))
-        marks.append(_curve(index, place, row, scale, width, labels[place]))
+    curves = [_Curve(index, place, row, scale) for place, (index, row) in enumerate(rows)]
+    marks = [*_axes(scale), *(curve.draw() for curve in curves)]
+    marks += [curve.draw_dashes(len(curves), labels[place]) for place, curve in enumerate(curves)]
     told = ", ".join(f"{row.strategy} from {row.losses[0][1]:.4g} to {row.losses[-1][1]:.4g}" for _, row in rows)
     drawing = (
         f'<svg class="picture plot" height="{height + 26:g}" role="img" '
@@ -63,7 +62,7 @@ class _Scale:
 
 
 def _caption(rows: Sequence[tuple[int, Row]], comparison: Comparison) -> str:
-    told = "Loss of each step, one curve over the other, the last one the thinnest"
+    told = "Loss of each step; where curves coincide, their colours take turns"
     others = [
         row.loss_difference
         for _, row in rows
@@ -84,7 +83,7 @@ def _axes(scale: _Scale) -> list[str]:
     steps = sorted({float(scale.first), float(scale.last), *whole})
     kept = [
         step for step in steps
-        if step in (scale.first, scale.last) or 0.12 < scale.x(step) < 0.88
+        if step in (scale.first, scale.last) or 0.2 < scale.x(step) < 0.85
     ]  # fmt: skip
     for step in kept:
         told = f"step {step:g}" if step == scale.first else f"{step:g}"
@@ -92,25 +91,40 @@ def _axes(scale: _Scale) -> list[str]:
     return [*marks, line(0, 1, _HEIGHT, _HEIGHT, "axis")]
 
 
-def _curve(index: int, place: int, row: Row, scale: _Scale, width: float, label: float) -> str:
-    every = -(-len(row.losses) // _MOST_POINTS)
-    shown = list(row.losses[::every])
-    if shown[-1] != row.losses[-1]:
-        shown.append(row.losses[-1])
-    style = f"s-{place % _STYLES}"
-    points = " ".join(f"{1000 * scale.x(step):.2f},{scale.y(loss):.2f}" for step, loss in shown)
-    end_x, end_y = scale.x(row.losses[-1][0]), scale.y(row.losses[-1][1])
-    dot = f'<circle class="dot {style}" cx="{percent(end_x)}" cy="{end_y:.1f}" r="{max(2.5, width / 2):g}"/>'
-    leader = (
-        f'<svg class="place" x="100%"><path class="leader" d="M4 {end_y:.1f}L18 {label:.1f}"/>'
-        f'<circle class="dot {style}" cx="24" cy="{label:.1f}" r="4"/>'
-        f'<text class="small label" x="32" y="{label + 4:.1f}">{text(row.strategy)}</text></svg>'
-    )
-    return (
-        f'<g class="curve" data-row="{index}"><svg class="place" width="100%" height="{_HEIGHT:g}" '
-        f'viewBox="0 0 1000 {_HEIGHT:g}" preserveAspectRatio="none"><polyline class="mark line {style}" '
-        f'points="{points}" stroke-width="{width:g}"/></svg>{dot}{leader}</g>'
-    )
+class _Curve:
+    """A thin line, and over all lines the dashes of each."""
+
+    def __init__(self, index: int, place: int, row: Row, scale: _Scale) -> None:
+        self._index, self._place, self._row = index, place, row
+        self._style = f"s-{place % _STYLES}"
+        every = -(-len(row.losses) // _MOST_POINTS)
+        shown = list(row.losses[::every])
+        if shown[-1] != row.losses[-1]:
+            shown.append(row.losses[-1])
+        self._points = " ".join(f"{1000 * scale.x(step):.2f},{scale.y(loss):.2f}" for step, loss in shown)
+        self._end = scale.x(row.losses[-1][0]), scale.y(row.losses[-1][1])
+
+    def draw(self) -> str:
+        return f'<g class="curve" data-row="{self._index}">{self._line("mark line")}</g>'
+
+    def draw_dashes(self, count: int, label: float) -> str:
+        x, y = self._end
+        gap = _DASH * (count - 1)
+        dashes = f' stroke-dasharray="{_DASH:g} {gap:g}" stroke-dashoffset="{-_DASH * self._place:g}"' if gap else ""
+        return (
+            f'<g class="curve dashes" data-row="{self._index}">{self._line("line", dashes)}'
+            f'<circle class="dot {self._style}" cx="{percent(x)}" cy="{y:.1f}" r="3"/>'
+            f'<svg class="place" x="100%"><path class="leader" d="M5 {y:.1f}L18 {label:.1f}"/>'
+            f'<circle class="dot {self._style}" cx="24" cy="{label:.1f}" r="4.5"/>'
+            f'<text class="small label" x="33" y="{label + 4:.1f}">{text(self._row.strategy)}</text></svg></g>'
+        )
+
+    def _line(self, style: str, dashes: str = "") -> str:
+        shape = f'<polyline class="{style} {self._style}" points="{self._points}"{dashes}/>'
+        return (
+            f'<svg class="place" width="100%" height="{_HEIGHT:g}" viewBox="0 0 1000 {_HEIGHT:g}" '
+            f'preserveAspectRatio="none">{shape}</svg>'
+        )
 
 
 def _spread_labels(places: Sequence[float]) -> list[float]:

@@ -102,7 +102,7 @@ class Row:
     messages: tuple[Message, ...] = ()
     bytes_per_step: float | None = None
     communication_seconds: float | None = None
-    exposed_share: float | None = None
+    exposed_seconds: float | None = None  # of a step, in which nothing is computed
     losses: tuple[tuple[int, float], ...] = ()
     loss_difference: float | None = None
     parameter_difference: float | None = None
@@ -202,7 +202,7 @@ def _row(raw: Mapping[str, Any]) -> Row:
         messages=tuple(_message(entry) for entry in raw.get("messages") or ()),
         bytes_per_step=number(raw.get("bytes_per_step")),
         communication_seconds=number(communication.get("seconds")),
-        exposed_share=number(communication.get("exposed_share")),
+        exposed_seconds=number(communication.get("exposed_seconds")),
         losses=tuple(
             (int(step), found) for step, loss in raw.get("losses") or () if (found := number(loss)) is not None
         ),

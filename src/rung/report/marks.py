@@ -73,9 +73,12 @@ def words_at(x: float, y: float, words: str, *, style: str = "small", anchor: st
     return f'<text class="{style}" x="{percent(x)}" y="{y:g}"{moved} text-anchor="{anchor}">{text(words)}</text>'
 
 
-def picture(marks: Iterable[str], height: float, told: str, *, style: str = "", width: float | None = None) -> str:
-    """One SVG as wide as its place. `told` is what a screen reader says of it."""
-    part = f' style="--share:{width:.4f}"' if width is not None else ""
+def picture(
+    marks: Iterable[str], height: float, told: str, *, style: str = "", size: float | None = None, of: float = 1.0
+) -> str:
+    """One SVG, as wide as its place or, with a `size`, that share `of` the largest beside it: a script can set another
+    largest. `told` is what a screen reader says of it."""
+    part = f' data-size="{size!r}" style="--share:{size / (of or 1.0):.4f}"' if size is not None else ""
     return (
         f'<svg class="picture {style}" height="{height:g}" role="img" aria-label="{text(told)}"{part}>'
         f"{''.join(marks)}</svg>"

@@ -40,13 +40,21 @@
   };
   heads.forEach((head, column) => head.firstElementChild.addEventListener("click", () => sortBy(column)));
 
-  // Which strategies the charts show.
+  // Which strategies the charts show. The largest that is left takes the whole width.
+  const rescale = () => {
+    for (const strips of all(".strips")) {
+      const shown = all(".strip:not([hidden]) > [data-size]", strips);
+      const largest = Math.max(...shown.map((picture) => Number(picture.dataset.size))) || 1;
+      for (const picture of shown) picture.style.setProperty("--share", Number(picture.dataset.size) / largest);
+    }
+  };
   for (const box of all("#choice input")) {
     const show = () => {
       for (const part of all(`main [data-row="${box.value}"]:not(tr)`)) part.toggleAttribute("hidden", !box.checked);
+      rescale();
     };
     box.addEventListener("change", show);
-    show(); // a browser may remember an earlier choice
+    if (!box.checked) show(); // a browser may remember an earlier choice
   }
 
   const scale = one("#scale");
@@ -58,7 +66,8 @@
   // A curve that is pointed at stands out among those that lie on it.
   const curves = all(".curve");
   for (const curve of curves) {
-    curve.addEventListener("pointerenter", () => curves.forEach((c) => c.classList.toggle("dimmed", c !== curve)));
+    const isOther = (other) => other.dataset.row !== curve.dataset.row;
+    curve.addEventListener("pointerenter", () => curves.forEach((c) => c.classList.toggle("dimmed", isOther(c))));
     curve.addEventListener("pointerleave", () => curves.forEach((c) => c.classList.remove("dimmed")));
   }
 

@@ -188,7 +188,7 @@ def _choice(comparison: Comparison) -> str:
 
 def _when(made: str) -> str:
     """An ISO time to the minute, for people."""
-    return made[:16].replace("T", " ") + (" UTC" if made.endswith(("Z", "+00:00")) else "")
+    return made[:16].replace("T", " ") + (" UTC" if made.endswith(("Z", "+00:00", "+0000")) else "")
 
 
 def _footer(comparison: Comparison, markdown: str) -> str:

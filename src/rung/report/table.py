@@ -27,15 +27,26 @@ def _median_rate(row: Row) -> float | None:
     return row.samples_per_second.median if row.samples_per_second else None
 
 
+def _sent(row: Row) -> float | None:
+    """What is sent without collectives (by calls, or among the devices of one process) is not counted."""
+    return row.bytes_per_step if row.messages or row.ranks == 1 else None
+
+
+def _waiting(row: Row) -> float | None:
+    if row.exposed_seconds is None or row.step_seconds is None or not row.step_seconds.median:
+        return None
+    return row.exposed_seconds / row.step_seconds.median
+
+
 COLUMNS = (
     Column("ranks", "processes that trained", lambda row: float(row.ranks), lambda value: f"{value:.0f}"),
     Column("step", "median time of a step", _median_step, human_seconds, "low"),
     Column("samples/s", "samples of all ranks in a second", _median_rate, rate, "high"),
     Column("speed-up", "against one process", lambda row: row.speedup, times, "high"),
     Column("peak memory", "of the fullest rank", lambda row: row.peak_bytes, human_bytes, "low"),
-    Column("process", "memory of the largest process", lambda row: row.process_bytes, human_bytes, "low"),
-    Column("sent", "bytes that a rank hands to collectives in a step", lambda row: row.bytes_per_step, human_bytes),
-    Column("waiting", "share of a step that waits for messages", lambda row: row.exposed_share, share),
+    Column("process", "memory of the largest process", lambda row: row.process_bytes, human_bytes),
+    Column("sent", "bytes that a rank hands to collectives in a step", _sent, human_bytes),
+    Column("waiting", "share of a step that waits for messages", _waiting, share),
     Column("data wait", "time of a step that waits for data", lambda row: row.data_wait_seconds, human_seconds),
     Column("first step", "from the command to its end", lambda row: row.first_step_seconds, human_seconds, "low"),
     Column("loss differs", "relative, from one process", lambda row: row.loss_difference, difference),

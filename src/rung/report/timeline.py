@@ -87,7 +87,7 @@ def _strip(index: int, row: Row, timeline: Timeline, longest: float) -> Strip:
     height = len(timeline.lanes) * (_LANE + _MESSAGES + _GAP) + 12
     told = "; ".join(f"rank {lane.rank}: {_tell(lane)}" for lane in timeline.lanes)
     drawing = picture(
-        marks, height, f"{row.strategy}, step {timeline.step}: {told}", style="lanes", width=timeline.seconds / longest
+        marks, height, f"{row.strategy}, step {timeline.step}: {told}", style="lanes", size=timeline.seconds, of=longest
     )
     return Strip(index, row.strategy, f"{human_seconds(timeline.seconds)}, step {timeline.step}", drawing)
 
