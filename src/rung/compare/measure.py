@@ -6,11 +6,11 @@ training job, and no strategy is known here.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rung.batches import Batches, Window
 from rung.checkpoint import SaveRecord, save_weights
 from rung.compare.spans import Span, hidden_seconds, spans_of_step
+from rung.compare.threads import WatchedThreads
 from rung.environment import environment_local_size, environment_rank, environment_size
 from rung.launch.rank import speak_into
 from rung.loop import run
@@ -29,6 +30,7 @@ from rung.planner.dryrun import take_two_steps
 from rung.planner.memory import ROUNDING, find_peak
 from rung.record import Message, Recorder
 from rung.runtime import LocalStep, Runtime, build_runtime
+from rung.runtime.data_parallel import DataParallelRuntime
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.pipeline import PipelineRuntime
 from rung.status import StatusWriter
@@ -160,8 +162,8 @@ def look_closely(job: Job, tell: Tell) -> Look | None:
             return None
         kinds, messages, hidden = None, None, 0.0
         runtime.begin(0, batches)
-        if world.layout.kind == "mesh":
-            traced = take_two_steps(runtime, world, status, batches)
+        if _can_be_traced(world):
+            traced = take_two_steps(_watched(runtime), world, status, batches)
             tell("traced")
             rounding = ROUNDING if world.device.type == "cuda" else 1
             kinds = _as_read(find_peak(traced.trace, rounding=rounding).by_kind)
@@ -176,7 +178,7 @@ def look_closely(job: Job, tell: Tell) -> Look | None:
     return Look(world.rank, kinds, messages, hidden, steps)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _built(job: Job) -> Iterator[tuple[Task, World, MeshRuntime | None, Batches, StatusWriter]]:
     """A rank of the job, ready for its first step. No runtime where a trainer works for servers at its own pace."""
     config, status, task = job.config, StatusWriter(), job.load()
@@ -289,6 +291,15 @@ def tally(messages: list[Message]) -> list[Tally]:
     return [Tally(*key, calls, num_bytes) for key, (calls, num_bytes) in sums.items()]
 
 
+def _can_be_traced(world: World) -> bool:
+    """What calls between processes do is done in threads of their own, which no tracer sees."""
+    return world.layout.kind == "mesh" or (world.layout.kind == "dp" and world.device.type == "cpu")
+
+
+def _watched(runtime: MeshRuntime) -> MeshRuntime:
+    return cast(MeshRuntime, WatchedThreads(runtime)) if isinstance(runtime, DataParallelRuntime) else runtime
+
+
 def _as_read(kinds: dict[str, int]) -> dict[str, int]:
     found = dict.fromkeys(KINDS, 0)
     for kind, num_bytes in kinds.items():
@@ -342,8 +353,10 @@ class _Works(Recorder):  # type: ignore[no-untyped-call]
             if type(work).__name__ == "ScriptObject":
                 times = [started]
                 self._open.append(times)
-                future = dist.Work.unbox(work).get_future()
-                future.then(lambda _: times.append(time.perf_counter()))
+                # gloo does not tell of a reduce-scatter when it has ended; those of FSDP are waited for at once.
+                with contextlib.suppress(RuntimeError):
+                    future = dist.Work.unbox(work).get_future()
+                    future.then(lambda _: times.append(time.perf_counter()))
         return output
 
     def finished(self) -> list[tuple[float, float]]:

@@ -104,12 +104,14 @@ def fill_up(kinds: Mapping[str, int], whole: int) -> dict[str, int]:
 
 
 def _messages(variant: Variant, runs: Runs, looks: Sequence[Look]) -> list[dict[str, Any]]:
-    """Of rank 0, for a step: as the tracer saw them, or as those count who send them beside the collectives."""
+    """Of rank 0, for a step: as they were seen, or as those count who send them beside the collectives, which among
+    servers and trainers are the trainers."""
     if looks and looks[0].messages is not None:
         return [one.as_json() for one in looks[0].messages]
     assert variant.layout is not None
     axis = {"dp": "devices", "rpc-pp": "stages"}.get(variant.layout.kind, "servers")
     count = len(runs[0][0].records)
+    counted = next((rank.traffic for rank in runs[0] if any(one["messages"] for one in rank.traffic.values())), {})
     return [
         {
             "collective": name,
@@ -118,7 +120,7 @@ def _messages(variant: Variant, runs: Runs, looks: Sequence[Look]) -> list[dict[
             "calls": one["messages"] / count,
             "bytes": one["num_bytes"] / count,
         }
-        for name, one in runs[0][0].traffic.items()
+        for name, one in counted.items()
         if one["messages"]
     ]
 

@@ -51,8 +51,8 @@ def make_variant(text: str, num_ranks: int, config: RunConfig) -> Variant:
     try:
         schedule = own.get("schedule") or (None if ":" in strategy else config.schedule)
         layout = parse(strategy, size, schedule=schedule, servers=own.get("servers", config.servers))
-        fitted = replace(_fitted(config, layout), schedule=schedule if layout.pp > 1 else None, **own)
-        fitted = replace(fitted, strategy=strategy, nproc=str(size))
+        given: dict[str, Any] = {"schedule": schedule if layout.pp > 1 else None, **own}
+        fitted = replace(_fitted(config, layout), strategy=strategy, nproc=str(size), **given)
         refuse_contradictions(fitted, layout)
     except RungError as error:
         return Variant(text, strategy, size, config, refused=str(error))

@@ -51,6 +51,10 @@ class DataParallelRuntime(MeshRuntime):
         with autocast(self.config, self.world.device), nullcontext() if self.config.dropout else NoDropout():
             return compute_output(self.task, model, given)
 
+    @property
+    def replicas(self) -> Replicas:
+        return self._replicas
+
     # -- training -----------------------------------------------------------------------------------------------
 
     def _accumulate(

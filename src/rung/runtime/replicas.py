@@ -87,12 +87,12 @@ class ThreadReplicas:
     ) -> None:
         self._compute, self._exchanges, self._name = compute, exchanges, settings.name
         self._copies = [_Copy(model) for _ in range(num_replicas - 1)]
-        self._models = [model, *(each.model for each in self._copies)]
+        self.models = [model, *(each.model for each in self._copies)]
         self._streams = Streams(
             num_replicas, recomputes=settings.recomputes != "none", inside=settings.recomputing or nullcontext
         )
         self.notes = self._streams.notes
-        for replica, stream in zip(self._models, self._streams.each, strict=True):
+        for replica, stream in zip(self.models, self._streams.each, strict=True):
             checkpoint_again(replica, settings.recomputes, stream.again, keep_generators=False)
         self._lanes = _open_lanes(num_replicas)
         self._parts: list[list[Tensor]] = []  # outputs of each replica, with their graphs
@@ -105,7 +105,7 @@ class ThreadReplicas:
     def outputs(self, given: Any, num_rows: int) -> Any:
         nested = Nested(given)
         nested.refuse_uncuttable(num_rows, self._name)
-        sizes = piece_sizes(num_rows, len(self._models))
+        sizes = piece_sizes(num_rows, len(self.models))
         columns = [cut_rows(tensor, sizes) for tensor in nested.tensors]
         pieces = [list(row) for row in zip(*columns, strict=True)]
         has_backward = torch.is_grad_enabled()
@@ -118,7 +118,7 @@ class ThreadReplicas:
                 if number > 0:
                     sent = self._copies[number - 1].refresh()
                     piece = [tensor.clone() for tensor in piece]
-                found = Nested(self._compute(self._models[number], nested.around(piece)))
+                found = Nested(self._compute(self.models[number], nested.around(piece)))
             found.refuse_unjoinable(sizes[number], self._name)
             return found, sent
 
@@ -160,6 +160,10 @@ class ThreadReplicas:
 
     def reached(self) -> None:
         return None
+
+    def in_each_thread(self, run: Callable[[], Any]) -> None:
+        """For whoever watches: what is on in one thread is not on in others."""
+        self._in_lanes(lambda number: run(), len(self._lanes))
 
     def _in_lanes(self, run: Callable[[int], Any], count: int) -> list[Any]:
         running = [self._lanes[number].start(run, number) for number in range(count)]
