@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint bench bench-gpu bench-bubble bench-checkpoint bench-compression chaos clean
+.PHONY: demo browser test test-all lint bench bench-gpu bench-bubble bench-checkpoint bench-compression chaos clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -19,6 +19,8 @@ BIN := .venv/bin
 
 demo: .venv/rung
 	$(BIN)/rung train examples/babycnn/task.py --strategy ddp --nproc 2
+	$(BIN)/rung compare examples/babycnn/task.py --nproc 2 --out runs/demo.html \
+		--strategies single ddp zero1 zero2 zero3 hsdp tp2
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .
@@ -26,13 +28,23 @@ lint: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The page of `rung compare` is tested in a real browser. Where it cannot be installed, pytest says what it leaves out.
+browser: export DEBIAN_FRONTEND = noninteractive
+browser:
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || { \
+		run() { if [ "$$(id -u)" = 0 ]; then "$$@"; else sudo -n "$$@"; fi; }; \
+		get() { run apt-get install -y -qq --no-install-recommends chromium fonts-liberation; }; \
+		echo "installing chromium"; \
+		get > /dev/null 2>&1 || { run apt-get update -qq && get > /dev/null; } || \
+		echo "chromium could not be installed: tests of the page are left out"; }
+
 # Ranks of a test are many and small: a thread each.
 test test-all: export OMP_NUM_THREADS = 1
 
-test: lint
+test: lint browser
 	$(BIN)/pytest -m "not slow and not gpu"
 
-test-all: lint
+test-all: lint browser
 	$(BIN)/pytest
 
 bench: .venv/bench

@@ -132,17 +132,24 @@ def test_marks_are_those_of_the_data(page: Any) -> None:
     assert count("slow", "li") == sum(len(row["slow"]) for row in rows)
 
 
-def test_lengths_are_those_of_the_data(page: Any) -> None:
+@pytest.mark.parametrize(("width", "media"), [(390, "screen"), (1280, "screen"), (720, "print")])
+def test_lengths_are_those_of_the_data(page: Any, width: int, media: str) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(media=media)
     rows = [row for row in sample()["rows"] if row["status"] == "ok"]
-    widths = page.locator("#throughput .mark").evaluate_all("all => all.map((one) => one.getBBox().width)")
-    speeds = [row["samples_per_second"]["median"] for row in rows]
-    assert widths == pytest.approx([widths[0] * speed / speeds[0] for speed in speeds], rel=0.01)
-    fullest = [max(memory["peak_bytes"] for memory in row["memory"]) for row in rows]
-    ends = page.locator("#memory svg.picture").evaluate_all(
+    right = (
         "all => all.map((svg) => [...svg.querySelectorAll('.mark')].map((mark) => mark.getBBox()))"
         ".map((boxes) => Math.max(...boxes.map((box) => box.x + box.width)))"
     )
-    assert ends == pytest.approx([ends[0] * peak / fullest[0] for peak in fullest], rel=0.01)
+    for chart, values in (
+        ("throughput", [row["samples_per_second"]["median"] for row in rows]),
+        ("memory", [max(memory["peak_bytes"] for memory in row["memory"]) for row in rows]),
+        ("messages", [row["bytes_per_step"] for row in rows if row["messages"]]),
+        ("timeline", [row["timeline"]["seconds"] for row in rows]),
+    ):
+        ends = page.locator(f"#{chart} svg.picture").evaluate_all(right)
+        assert max(ends) > width / 10
+        assert ends == pytest.approx([max(ends) * value / max(values) for value in values], rel=0.01), chart
 
 
 def _names(page: Any, where: str) -> list[str]:
@@ -239,6 +246,7 @@ def test_prints_in_light_without_tools(browser: Any, file: Path) -> None:
         assert ground > 0.9 and worst[0] >= 4.5, worst
         assert page.locator("button.tool:visible, #choice:visible, details:visible").count() == 0
         assert page.locator("figure:visible").count() == len(CHARTS)
+        assert page.evaluate("document.documentElement.scrollWidth") == 720  # a sheet of A4 with its margins
         assert page.locator(".scroll").evaluate_all("all => all.every((e) => getComputedStyle(e).overflowX !== 'auto')")
 
 

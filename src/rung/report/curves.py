@@ -129,7 +129,7 @@ class _Curve:
 
 def _spread_labels(places: Sequence[float]) -> list[float]:
     """Where names go, so that none lies on another: near the ends of their curves, from the top to the bottom."""
-    order = sorted(range(len(places)), key=lambda index: places[index])
+    order = sorted(range(len(places)), key=lambda index: round(places[index]))
     found = [0.0] * len(places)
     free = 6.0
     for index in order:

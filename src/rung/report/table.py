@@ -85,7 +85,7 @@ def draw_table(comparison: Comparison) -> str:
 
 
 def _table_row(index: int, row: Row, columns: list[Column], bests: list[float | None], comparison: Comparison) -> str:
-    chosen = ' <span class="chosen">recommended</span>' if row.strategy == comparison.chosen else ""
+    chosen = ' <span class="badge">recommended</span>' if row.strategy == comparison.chosen else ""
     first = f'<th scope="row" data-sort="{text(row.strategy)}">{text(row.strategy)}{chosen}</th>'
     if row.failure is not None:
         cells = (
@@ -99,7 +99,7 @@ def _table_row(index: int, row: Row, columns: list[Column], bests: list[float | 
 def _cell(column: Column, best: float | None, row: Row) -> str:
     value = column.value(row)
     if value is None:
-        return '<td><span class="unseen">not known</span></td>'
+        return '<td><span aria-hidden="true">-</span><span class="unseen">not known</span></td>'
     is_best = value == best
     told = f'<b class="best">{text(column.show(value))}</b>' if is_best else text(column.show(value))
     return f'<td data-sort="{value!r}">{told}</td>'
