@@ -1,4 +1,4 @@
-"""The flags of commands that measure: `rung compare`, `bench`, `doctor`, `calibrate`. Part of `cli.py`."""
+"""The flags of commands that measure and show: `rung compare`, `bench`, `doctor`, `calibrate`, `report`. Part of `cli.py`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,18 @@ def add_tools(commands: Any) -> None:
     calibrate.add_argument("--out", metavar="FILE.toml", help="where the record goes (default runs/hardware.toml)")
     calibrate.add_argument("--json", dest="as_json", action="store_true", help="where it went, as JSON")
     calibrate.set_defaults(call=_calibrate)
+
+    report = commands.add_parser(
+        "report",
+        help="show runs and comparisons on one page",
+        description="Show runs of `rung train` and comparisons of `rung compare` beside each other, on one page that "
+        "needs no network: speed, memory, loss curves and, of comparisons, messages, timelines and predictions.",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory, or a JSON file of rung compare")
+    report.add_argument(
+        "--out", default="report.html", metavar="FILE", help="FILE.html (default report.html), FILE.md or FILE.json"
+    )
+    report.set_defaults(call=_report)
 
 
 def _add_compare(commands: Any) -> None:
@@ -167,3 +179,9 @@ def _doctor(options: argparse.Namespace) -> int:
     from rung.doctor.command import Asked, doctor_command
 
     return doctor_command(Asked(**_given(options)))
+
+
+def _report(options: argparse.Namespace) -> int:
+    from rung.report.command import report_command
+
+    return report_command(options.runs, options.out)
