@@ -72,8 +72,8 @@ def _percentile(values: Sequence[float], percent: float) -> float:
 
 
 def _memory(rank: int, runs: Runs, looks: Sequence[Look], *, on_gpu: bool) -> dict[str, Any]:
-    """Of a GPU the allocator's own peak; else what the tracer saw alive at once. Where no tracer can look (dp, servers,
-    calls between processes), the process's growth, of which only the state is told apart."""
+    """Of a GPU the allocator's own peak, else what the tracer saw alive at once. Where there was no tracer, the growth
+    of the process, of which only the state is told apart."""
     figures = [ranks[rank] for ranks in runs]
     traced = looks[rank].kinds if looks else None
     state = figures[0].state_bytes

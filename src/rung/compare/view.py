@@ -12,41 +12,41 @@ from rung.compare.verdict import fullest
 from rung.sizes import human_bytes, human_seconds, human_size
 
 _BAR = 10  # characters
-_WIDE = 120
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-# Name, justification, and whether it is left out where there is little room.
-_COLUMNS: tuple[tuple[str, str, bool], ...] = (
-    ("strategy", "left", False),
-    ("ranks", "right", False),
-    ("step", "right", False),
-    ("10-90 %", "right", True),
-    ("samples/s", "right", False),
-    ("", "left", True),
-    ("speed-up", "right", False),
-    ("memory", "right", False),
-    ("", "left", True),
-    ("sent", "right", False),
-    ("exposed", "right", True),
-    ("data wait", "right", True),
-    ("first step", "right", True),
-    ("loss off by", "right", False),
-    ("predicted", "right", True),
+# Name, justification, and when it is left out where there is little room: the highest number first, 0 never.
+_COLUMNS: tuple[tuple[str, str, int], ...] = (
+    ("strategy", "left", 0),
+    ("ranks", "right", 0),
+    ("step", "right", 0),
+    ("10-90 %", "right", 5),
+    ("samples/s", "right", 0),
+    ("", "left", 4),
+    ("speed-up", "right", 0),
+    ("memory", "right", 0),
+    ("", "left", 4),
+    ("sent", "right", 1),
+    ("exposed", "right", 3),
+    ("data wait", "right", 6),
+    ("first step", "right", 7),
+    ("loss off by", "right", 2),
+    ("predicted", "right", 5),
 )
 
 
 def show(document: dict[str, Any], console: Console) -> None:
     """All of it, for a person."""
     settings = document["settings"]
+    often = "once each" if settings["repeats"] == 1 else f"{settings['repeats']} times each"
     console.print(
         Text(
             f"{document['task']}: {settings['steps']} steps of {settings['batch_size']} samples in "
-            f"{settings['precision']}, {settings['repeats']} times each, the first {settings['warmup']} left out",
+            f"{settings['precision']}, {often}, the first {settings['warmup']} left out",
             style="bold",
         )
     )
     console.print(f"on {document['machine']['device_name']}", style="dim")
     console.print()
-    console.print(_table(document, is_wide=console.width >= _WIDE))
+    console.print(_fitting_table(document, console))
     for row in document["rows"]:
         for slow in row.get("slow") or []:
             own, others = human_seconds(slow["seconds"]), human_seconds(slow["others_seconds"])
@@ -63,9 +63,18 @@ def show(document: dict[str, Any], console: Console) -> None:
     console.print(Text(verdict["recommendation"], style="green"), soft_wrap=True)
 
 
-def _table(document: dict[str, Any], *, is_wide: bool) -> Table:
+def _fitting_table(document: dict[str, Any], console: Console) -> Table:
+    """With as many columns as there is room for."""
+    for last in range(max(order for _, _, order in _COLUMNS), -1, -1):
+        table = _table(document, last)
+        if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
+            break
+    return table
+
+
+def _table(document: dict[str, Any], last: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    kept = [number for number, (_, _, may_go) in enumerate(_COLUMNS) if is_wide or not may_go]
+    kept = [number for number, (_, _, order) in enumerate(_COLUMNS) if order <= last]
     for number in kept:
         name, side, _ = _COLUMNS[number]
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
