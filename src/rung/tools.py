@@ -1,4 +1,7 @@
-"""The flags of commands that measure and show: `rung compare`, `bench`, `doctor`, `calibrate`, `report`. Part of `cli.py`."""
+"""The flags of commands that measure and show: `rung compare`, `bench`, `doctor`, `calibrate`, `report`.
+
+A part of `cli.py`.
+"""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_ticks_are_round_and_inside() -> None:
 
 def _run(folder: Path, strategy: str, ranks: int, seconds: float, *, batch_size: int = 64) -> Path:
     """A directory as `rung train` leaves it."""
-    (folder / "logs").mkdir(parents=True)
+    folder.mkdir(parents=True)
     steps = [
         {
             "event": "step", "step": step, "epoch": 0, "samples": step * batch_size, "loss": 2.0 / step, "lr": 0.1,
@@ -189,7 +189,9 @@ def _run(folder: Path, strategy: str, ranks: int, seconds: float, *, batch_size:
 
 def test_runs_beside_each_other(tmp_path: Path) -> None:
     runs = [_run(tmp_path / "a", "single", 1, 0.1), _run(tmp_path / "b", "fsdp", 2, 0.05)]
-    (runs[1] / "logs" / "rank-0.log").write_text("x\nINFO rank 1 is slow: 40 ms in backward, the others take 9.5 ms\n")
+    slow = {"rank": 1, "phase": "backward", "seconds": 0.04, "others_seconds": 0.0095}
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "slow", "step": 8, **slow, "text": "rank 1 is slow"}) + "\n")
     data = read_all(runs)
     alone, other = data["rows"]
     assert other["speedup"] == pytest.approx(2.0) and data["reference"] == "single"
@@ -197,7 +199,7 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     assert other["losses"] == [[step, 2.0 / step] for step in range(1, 9)]
     assert other["process_bytes"] == 400 * MIB
     assert [entry["kinds"]["other"] for entry in other["kept"]] == [MIB, MIB]
-    assert other["slow"] == [{"rank": 1, "phase": "backward", "seconds": 0.04, "others_seconds": 0.0095}]
+    assert other["slow"] == [slow]
     assert alone["slow"] == []
     assert data["settings"] == {"batch_size": 64, "precision": "fp32"}
     assert "fsdp was the fastest: 1,280 samples a second, 2.00" in data["verdict"]["sentence"]

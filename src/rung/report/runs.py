@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,6 @@ from rung.report.marks import plural, rate, times
 from rung.version import VERSION
 
 _SETTINGS = ("batch_size", "precision", "seed")
-# As `rung train` says it, once when it begins: see pulse.py.
-_SLOW = re.compile(r"rank (\d+) is slow: ([\d.]+) ms in ([\w -]+), the others take ([\d.]+) ms")
 _NOT_RECORDED = (
     "A run records no fullest moment by kind, no messages and no timeline: `rung compare` measures them and makes the "
     "predictions."
@@ -58,14 +55,12 @@ def _read_run(folder: Path) -> dict[str, Any]:
     if not starts:
         raise ReportError(f"{file} has no start: the run ended before its first step.")
     settings = _settings(folder / "config.toml")
-    row = _row(starts[-1], lines)
-    row["slow"] = _slow_ranks(folder / "logs" / "rank-0.log")
     return {
         "format": FORMAT,
         "task": starts[-1].get("task", ""),
         "machine": {"device": starts[-1].get("device")},
         "settings": {key: settings[key] for key in _SETTINGS if key in settings},
-        "rows": [row],
+        "rows": [_row(starts[-1], lines)],
     }
 
 
@@ -106,6 +101,7 @@ def _row(start: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[s
         "samples_per_second": _spread([line["samples_per_second"] for line in later]),
         "data_wait_seconds": statistics.fmean(line["data_wait_seconds"] for line in later),
         "losses": [[line["step"], line["loss"]] for line in steps],
+        "slow": _slow_ranks(lines),
     }
     peak = max(line["peak_memory_bytes"] for line in steps)
     if start.get("device") == "cuda":  # there it is what tensors take, on the fullest rank
@@ -135,21 +131,11 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[round(share * (len(ordered) - 1))]
 
 
-def _slow_ranks(log: Path) -> list[dict[str, Any]]:
+def _slow_ranks(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The last word on each rank and phase."""
-    try:
-        words = log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    found = {}
-    for rank, own, phase, others in _SLOW.findall(words):
-        found[rank, phase] = {
-            "rank": int(rank),
-            "phase": phase,
-            "seconds": float(own) / 1000,
-            "others_seconds": float(others) / 1000,
-        }
-    return list(found.values())
+    keys = ("rank", "phase", "seconds", "others_seconds")
+    found = {(line["rank"], line["phase"]): line for line in lines if line["event"] == "slow"}
+    return [{key: line[key] for key in keys} for line in found.values()]
 
 
 def _beside(sources: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
