@@ -113,6 +113,7 @@ class _Curve:
         dashes = f' stroke-dasharray="{_DASH:g} {gap:g}" stroke-dashoffset="{-_DASH * self._place:g}"' if gap else ""
         return (
             f'<g class="curve dashes" data-row="{self._index}">{self._line("line", dashes)}'
+            f"{line(x, 1, y, y, 'leader') if x < 1 else ''}"
             f'<circle class="dot {self._style}" cx="{percent(x)}" cy="{y:.1f}" r="3"/>'
             f'<svg class="place" x="100%"><path class="leader" d="M5 {y:.1f}L18 {label:.1f}"/>'
             f'<circle class="dot {self._style}" cx="24" cy="{label:.1f}" r="4.5"/>'

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def _key_figures(comparison: Comparison) -> str:
         f"<span>{text(told)}</span></dd></div>"
         for name, row, told in tiles
     )
-    return f'<dl class="tiles">{items}</dl>' if items else ""
+    return f'<dl class="tiles">{items}</dl>' if len(tiles) > 1 else ""
 
 
 def _agreement(comparison: Comparison) -> list[tuple[str, Any, str]]:
@@ -157,7 +158,7 @@ def _body(comparison: Comparison) -> str:
 
 
 def _columns(comparison: Comparison) -> str:
-    """Two columns of about one height: each chart goes where there is more room."""
+    """Two columns of about one height: of all ways to fill them, the one that ends first."""
     rows = len(comparison.finished)
     bars = sum(len(row.memory) for row in comparison.finished)
     charts = [  # with their heights, roughly
@@ -166,13 +167,16 @@ def _columns(comparison: Comparison) -> str:
         (draw_messages(comparison), 120 + 67 * rows),
         (draw_losses(comparison), 430),
     ]
-    columns, heights = ["", ""], [0, 0]
-    for chart, height in charts:
-        if chart:
-            place = heights.index(min(heights))
-            columns[place] += chart
-            heights[place] += height
+    known = [(chart, height) for chart, height in charts if chart]
+    best = min(product((0, 1), repeat=len(known)), key=lambda sides: _taller(sides, known))
+    columns = ["".join(chart for side, (chart, _) in zip(best, known, strict=True) if side == own) for own in (0, 1)]
     return "".join(f'<div class="column">{column}</div>' for column in columns if column)
+
+
+def _taller(sides: tuple[int, ...], charts: list[tuple[str, int]]) -> tuple[int, tuple[int, ...]]:
+    """The height of the taller column; of equal ones, the first chart is on the left."""
+    right = sum(height for side, (_, height) in zip(sides, charts, strict=True) if side)
+    return max(right, sum(height for _, height in charts) - right), sides
 
 
 def _choice(comparison: Comparison) -> str:
