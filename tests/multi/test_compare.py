@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from rung.cli import main
+from rung.environment import environment_rank
+from rung.launch.crew import CrewFailed, on_ranks
 from tests.tasks import EXAMPLES
 
 SMALL = [
@@ -170,6 +172,20 @@ def test_planted_slowness_is_named_and_a_failure_is_a_row(here: Path, capsys: py
     assert "rank 1 is slow" in text and "rank 2 is slow" in text and "three are a crowd" in text
     page = (here / "compare.html").read_text()
     assert "three are a crowd" in page and "rank 1" in page
+
+
+def lose_a_peer() -> None:
+    """Rank 1 learns of the end of rank 0 before anybody else does."""
+    if environment_rank() == 1:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+    time.sleep(0.3)
+    raise ValueError("this is why")
+
+
+def test_the_cause_is_told_not_its_consequence() -> None:
+    with pytest.raises(CrewFailed, match="this is why") as caught:
+        on_ranks(lose_a_peer, 2)
+    assert caught.value.rank == 0
 
 
 def test_when_nothing_runs_the_command_fails(here: Path) -> None:

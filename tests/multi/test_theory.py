@@ -137,10 +137,10 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Look]]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: f"{CASES[number][0]}-{number}")
 def test_counted_bytes_are_those_of_theory(looks: list[list[Look]], number: int) -> None:
     theory = CASES[number][2]
-    messages = looks[0][number].messages
-    assert messages is not None
+    followed = looks[0][number].followed
+    assert followed is not None
     counted: Counter[tuple[str, str]] = Counter()
-    for message in messages:
+    for message in followed.messages:
         counted[message.collective, message.phase] += message.num_bytes
     assert dict(counted) == theory
 
@@ -148,5 +148,9 @@ def test_counted_bytes_are_those_of_theory(looks: list[list[Look]], number: int)
 def test_the_other_stage_sends_what_the_first_receives(looks: list[list[Look]]) -> None:
     number = next(n for n, case in enumerate(CASES) if case[0] == "pp2")
     opposite = {"send": "receive", "receive": "send"}
-    first, second = ({(m.collective, m.phase): m.num_bytes for m in rank[number].messages or []} for rank in looks)
+    first, second = (
+        {(m.collective, m.phase): m.num_bytes for m in followed.messages}
+        for followed in (rank[number].followed for rank in looks)
+        if followed is not None
+    )
     assert second == {(opposite.get(what, what), phase): size for (what, phase), size in first.items()}

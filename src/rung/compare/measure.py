@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from rung.batches import Batches, Window
 from rung.checkpoint import SaveRecord, save_weights
-from rung.compare.spans import Span, hidden_seconds, spans_of_step
+from rung.compare.follow import Followed, follow_messages
+from rung.compare.spans import Span, spans_of_step
 from rung.compare.threads import WatchedThreads
 from rung.environment import environment_local_size, environment_rank, environment_size
 from rung.launch.rank import speak_into
@@ -28,7 +27,6 @@ from rung.loop import run
 from rung.metrics import EvalRecord, JsonLines, Observer, StepRecord, peak_memory_bytes
 from rung.planner.dryrun import take_two_steps
 from rung.planner.memory import ROUNDING, find_peak
-from rung.record import Message, Recorder
 from rung.runtime import LocalStep, Runtime, build_runtime
 from rung.runtime.data_parallel import DataParallelRuntime
 from rung.runtime.mesh import MeshRuntime
@@ -36,7 +34,6 @@ from rung.runtime.pipeline import PipelineRuntime
 from rung.status import StatusWriter
 from rung.strategy import parse
 from rung.task import Task
-from rung.trace import Sent, Trace
 from rung.train import Job, dropout_seed, make_batches, work_for_servers
 from rung.world import World, open_world
 
@@ -71,28 +68,12 @@ class RankFigures:
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Messages of one kind in a step."""
-
-    collective: str
-    axis: str
-    phase: str
-    calls: int
-    num_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        told = asdict(self)
-        return {**{key: value for key, value in told.items() if key != "num_bytes"}, "bytes": self.num_bytes}
-
-
-@dataclass(frozen=True)
 class Look:
     """What one rank has to tell of a few steps that were looked at closely."""
 
     rank: int
     kinds: dict[str, int] | None  # bytes at the peak; None where no tracer sees what the strategy does
-    messages: list[Tally] | None
-    hidden_seconds: float  # of communication in a step
+    followed: Followed | None  # its messages, likewise
     steps: list[list[Span]]  # each with its spans
 
 
@@ -160,7 +141,7 @@ def look_closely(job: Job, tell: Tell) -> Look | None:
     with _built(job) as (_, world, runtime, batches, status):
         if runtime is None or world.layout.kind == "ps-async":
             return None
-        kinds, messages, hidden = None, None, 0.0
+        kinds, followed = None, None
         runtime.begin(0, batches)
         if _can_be_traced(world):
             traced = take_two_steps(_watched(runtime), world, status, batches)
@@ -172,10 +153,10 @@ def look_closely(job: Job, tell: Tell) -> Look | None:
             runtime.step(next(windows))
         steps = [_stamped(runtime, next(windows)) for _ in range(_STAMPED_STEPS)]
         if world.layout.kind == "mesh":
-            messages, hidden = _followed(runtime, world, status, next(windows))
+            followed = follow_messages(runtime, world, status, (next(windows), next(windows)))
         runtime.dismiss(stopped=False)
         world.barrier()
-    return Look(world.rank, kinds, messages, hidden, steps)
+    return Look(world.rank, kinds, followed, steps)
 
 
 @contextlib.contextmanager
@@ -276,21 +257,6 @@ def _resident_bytes() -> int:
 # -- a look ----------------------------------------------------------------------------------------------------------
 
 
-def messages_of(trace: Trace, start: int) -> list[Message]:
-    """What was sent and received from an event on."""
-    return [event.message for event in trace.events[start:] if isinstance(event, Sent)]
-
-
-def tally(messages: list[Message]) -> list[Tally]:
-    """Messages of one operation, over the same ranks and in the same phase are told together."""
-    sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for message in messages:
-        found = sums[message.operation, message.axis, message.phase]
-        found[0] += 1
-        found[1] += message.num_bytes
-    return [Tally(*key, calls, num_bytes) for key, (calls, num_bytes) in sums.items()]
-
-
 def _can_be_traced(world: World) -> bool:
     """On a GPU, the threads of replicas and of calls between processes are not seen; on the CPU all but the backward
     of rpc-pp is, in which hardly more is alive than at the end of its forwards."""
@@ -323,42 +289,3 @@ def _stamped(runtime: MeshRuntime, window: Window) -> list[Span]:
     for stage in stages:
         stage.log = None
     return spans_of_step(log, actions, window.wait_seconds)
-
-
-def _followed(runtime: MeshRuntime, world: World, status: StatusWriter, window: Window) -> tuple[list[Tally], float]:
-    """The messages of a step whose gradient norm is asked for, and for how long they travelled unnoticed. Not the
-    second step of a run: DDP arranges its buckets anew in that one, and sends a little for it."""
-    log: list[tuple[str, float, float]] = []
-    runtime.clock.log = log
-    try:
-        with _Works(world, status) as works:
-            runtime.step(window, want_norm=True)
-    finally:
-        runtime.clock.log = None
-    waits = [(start, end) for what, start, end in log if what == "wait"]
-    return tally(works.messages), hidden_seconds(works.finished(), waits)
-
-
-class _Works(Recorder):  # type: ignore[no-untyped-call]
-    """Follows every collective from its call to its end."""
-
-    def __init__(self, world: World, status: StatusWriter) -> None:
-        super().__init__(world, status)
-        self._open: list[list[float]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        started, before = time.perf_counter(), len(self.messages)
-        output = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self.messages) > before and self.messages[-1].operation not in ("send", "receive"):
-            work = output[-1] if isinstance(output, tuple) else output
-            if type(work).__name__ == "ScriptObject":
-                times = [started]
-                self._open.append(times)
-                # gloo does not tell of a reduce-scatter when it has ended; those of FSDP are waited for at once.
-                with contextlib.suppress(RuntimeError):
-                    future = dist.Work.unbox(work).get_future()
-                    future.then(lambda _: times.append(time.perf_counter()))
-        return output
-
-    def finished(self) -> list[tuple[float, float]]:
-        return [(times[0], times[1]) for times in self._open if len(times) == 2]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rung.compare.measure import messages_of
+from rung.compare.follow import messages_of
 from rung.compare.variants import Variant
 from rung.errors import RungError
 from rung.planner.cost import step_time

@@ -106,8 +106,8 @@ def fill_up(kinds: Mapping[str, int], whole: int) -> dict[str, int]:
 def _messages(variant: Variant, runs: Runs, looks: Sequence[Look]) -> list[dict[str, Any]]:
     """Of rank 0, for a step: as they were seen, or as those count who send them beside the collectives, which among
     servers and trainers are the trainers."""
-    if looks and looks[0].messages is not None:
-        return [one.as_json() for one in looks[0].messages]
+    if looks and looks[0].followed is not None:
+        return [one.as_json() for one in looks[0].followed.messages]
     assert variant.layout is not None
     axis = {"dp": "devices", "rpc-pp": "stages"}.get(variant.layout.kind, "servers")
     count = len(runs[0][0].records)
@@ -126,10 +126,13 @@ def _messages(variant: Variant, runs: Runs, looks: Sequence[Look]) -> list[dict[
 
 
 def _communication(runs: Runs, looks: Sequence[Look], warmup: int) -> dict[str, float]:
-    """Exposed is what ranks wait for others in measured steps, on average; hidden is what `look_closely` found."""
+    """Exposed is what ranks wait for others in measured steps, on average, unless the device waits for them; hidden is
+    what was under way meanwhile in the step that was followed."""
     waited = [value for ranks in runs for rank in ranks for value in rank.waited[warmup:]]
-    exposed = statistics.fmean(waited) if waited else 0.0
-    hidden = statistics.fmean(look.hidden_seconds for look in looks) if looks else 0.0
+    followed = [look.followed for look in looks if look.followed is not None]
+    on_device = [one.exposed_seconds for one in followed if one.exposed_seconds is not None]
+    exposed = statistics.fmean(on_device or waited or [0.0])
+    hidden = statistics.fmean([one.hidden_seconds for one in followed] or [0.0])
     whole = exposed + hidden
     return {"seconds": whole, "exposed_seconds": exposed, "exposed_share": exposed / whole if whole else 0.0}
 

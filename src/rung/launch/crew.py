@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -27,6 +28,11 @@ from rung.launch.server import belong_to_launcher
 from rung.processes import num_cores
 
 _LEAVE_SECONDS = 10.0
+_CAUSE_SECONDS = 2.0
+# What a rank says when another one went away under it.
+_LOST_PEER = re.compile(
+    r"closed by peer|reset by peer|connection refused|broken pipe|pair closure|remote process exited", re.IGNORECASE
+)
 
 
 class CrewFailed(RungError):
@@ -157,17 +163,44 @@ def _collect(
         for end in ready:
             assert isinstance(end, Connection)
             local_rank = ends[end]
-            rank = seats.first_rank + local_rank
-            try:
-                kind, value = end.recv()
-            except EOFError:
-                raise CrewFailed(rank, _describe_end(ranks[local_rank])) from None
-            if kind == "failed":
-                raise CrewFailed(rank, "failed", value)
+            outcome = _hear(end, local_rank, ranks, seats)
+            if isinstance(outcome, CrewFailed):
+                others = [other for other in waiting if other is not end]
+                raise _first_cause(outcome, others, ends, ranks, seats)
+            kind, value = outcome
             if kind == "done":
                 found[local_rank] = value
             elif listen is not None:
                 listen(value)
+
+
+def _hear(end: Connection, local_rank: int, ranks: list[BaseProcess], seats: Seats) -> tuple[str, Any] | CrewFailed:
+    rank = seats.first_rank + local_rank
+    try:
+        kind, value = end.recv()
+    except EOFError:
+        return CrewFailed(rank, _describe_end(ranks[local_rank]))
+    return CrewFailed(rank, "failed", value) if kind == "failed" else (kind, value)
+
+
+def _first_cause(
+    failure: CrewFailed,
+    others: list[Connection],
+    ends: dict[Connection, int],
+    ranks: list[BaseProcess],
+    seats: Seats,
+) -> CrewFailed:
+    """A rank whose peer went away under it may be the first to say so: then the peer has a moment to tell why."""
+    deadline = time.monotonic() + _CAUSE_SECONDS
+    waiting = list(others)
+    while waiting and _LOST_PEER.search(failure.error) and time.monotonic() < deadline:
+        for end in wait(waiting, max(0.0, deadline - time.monotonic())):
+            assert isinstance(end, Connection)
+            outcome = _hear(end, ends[end], ranks, seats)
+            if isinstance(outcome, CrewFailed):
+                waiting.remove(end)
+                failure = failure if _LOST_PEER.search(outcome.error) else outcome
+    return failure
 
 
 def _describe_end(process: BaseProcess) -> str:
