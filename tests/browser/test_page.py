@@ -215,12 +215,16 @@ def test_a_mark_tells_its_figures(page: Any) -> None:
     assert page.locator("#tip").inner_text() == "rank 0: parameters 24 MiB of 165 MiB"
 
 
-def test_data_can_be_saved_and_unfolded(page: Any) -> None:
+def test_data_can_be_saved_copied_and_unfolded(page: Any) -> None:
     for button, wanted in (("Save as JSON", sample()), ("Save as Markdown", as_markdown(sample()))):
         with page.expect_download() as waiting:
             page.get_by_role("button", name=button).click()
         saved = Path(waiting.value.path()).read_text()
         assert (json.loads(saved) if "JSON" in button else saved) == wanted
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy Markdown").click()
+    playwright.expect(page.locator("#done")).to_have_text("Copied.")
+    assert page.evaluate("navigator.clipboard.readText()") == as_markdown(sample())
     page.locator("#memory summary").click()
     cells = page.locator("#memory .figures tbody tr").first.locator("th, td").all_inner_texts()
     assert cells == ["single", "0", "165 MiB", "24 MiB", "24 MiB", "48 MiB", "60 MiB", "9 MiB"]

@@ -120,7 +120,7 @@ def figures(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]])
         for cells in rows
     )
     return (
-        f'<details class="figures"><summary>The figures<span class="unseen"> of {text(caption)}</span></summary>'
+        f'<details class="figures"><summary>As a table<span class="unseen">: {text(caption)}</span></summary>'
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}"><table>'
         f"<caption>{text(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div></details>"
     )

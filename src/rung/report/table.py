@@ -75,12 +75,15 @@ def draw_table(comparison: Comparison) -> str:
     )
     bests = [best_of(column, comparison) for column in columns]
     body = "".join(_table_row(index, row, columns, bests, comparison) for index, row in enumerate(comparison.rows))
+    meanings = "".join(f"<dt>{text(column.title)}</dt><dd>{text(column.explained)}</dd>" for column in columns)
+    explained = f'<details class="figures"><summary>What the columns mean</summary><dl>{meanings}</dl></details>'
     return (
         '<div class="scroll" tabindex="0" role="region" aria-labelledby="table-caption"><table id="strategies">'
         '<caption id="table-caption"><span>All strategies, measured. A column\'s title sorts the table and the charts '
         "below; the best of a column is marked.</span></caption>"
         '<thead><tr><th scope="col" aria-sort="none" data-first="ascending"><button type="button">strategy</button>'
         f'</th>{heads}</tr></thead><tbody>{body}</tbody></table></div><p id="sorted" class="unseen" role="status"></p>'
+        f"{explained if columns else ''}"
     )
 
 
