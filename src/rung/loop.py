@@ -162,8 +162,11 @@ class _Loop:
                 observer.on_ranks(live)
 
     def _profile(self, step: int, *, is_last: bool = False) -> None:
-        if self._profiler is not None and self._profiler.between(step, is_last=is_last):
-            self._ledger.skip()  # what it took to write is no part of the next step
+        if self._profiler is None:
+            return
+        with self._pulse.paused():
+            if self._profiler.between(step, is_last=is_last):
+                self._ledger.skip()  # what it took to write is no part of the next step
 
     def _after(self, window: Window) -> Position:
         before, count = self._position, window.num_global_samples
@@ -183,7 +186,8 @@ class _Loop:
         started = time.perf_counter()
         generators = DeviceGenerators(self._world.device)
         try:
-            metrics = self._runtime.evaluate(self._interruptible(self._evaluation()))
+            with self._pulse.paused():
+                metrics = self._runtime.evaluate(self._interruptible(self._evaluation()))
         except _AskedToStop:
             generators.restore()  # it will be done again from its beginning
             self._position = replace(position, evaluation_due=True)
@@ -213,7 +217,8 @@ class _Loop:
             return
         if self._keeper.is_due(self._position):
             self._status.phase("saving")
-            self._keeper.save(self._position)
+            with self._pulse.paused():
+                self._keeper.save(self._position)
             self._ledger.skip()
         self._tell_of_saves()
 

@@ -78,7 +78,7 @@ class Profiler:
         if self._on_device:
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS, stacks="python")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
-        self._profile = profile(activities=activities)
+        self._profile = profile(activities=activities, acc_events=True)  # without it, torch warns of cycles
         self._profile.start()
         facts = {
             "rank": self._world.rank,

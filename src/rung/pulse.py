@@ -8,9 +8,10 @@ even a small message costs a fraction of a millisecond; with slow ones in each, 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,8 @@ class Pulse:
         self._agreed = False
         self._calls, self._every, self._waits = 0, 1, True
         self._sums = [0.0] * len(PHASES)
-        self._beats, self._samples = 0, 0
-        self._started = time.perf_counter()
+        self._beats, self._samples, self._span = 0, 0, 0.0
+        self._started = self._step_started = time.perf_counter()
         self._rows: deque[list[list[float]]] = deque(maxlen=_WINDOW)  # of each exchange and rank, as they were sent
         self._looked = self._shown = -_LOOK_SECONDS
         self._peers = Peers(world.layout, world.size, on_host=world.device.type == "cpu")
@@ -80,6 +81,8 @@ class Pulse:
             self._sums[index] += seconds.get(phase, 0.0)
         self._beats += 1
         self._samples += samples
+        now = time.perf_counter()
+        self._span, self._step_started = self._span + now - self._step_started, now
         return self._call(due=self._calls + 1 >= self._every)
 
     def check(self) -> bool:
@@ -88,6 +91,13 @@ class Pulse:
         agreed = self._call(due=True)
         self._every = 1  # the calls that follow may be of another kind
         return agreed
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is no part of a step: an evaluation, a save."""
+        started = time.perf_counter()
+        yield
+        self._step_started += time.perf_counter() - started
 
     def slow(self) -> list[SlowRank]:
         """Who is slow just now."""
@@ -155,12 +165,12 @@ class Pulse:
         return self._agreed
 
     def _row(self) -> list[float]:
-        span = time.perf_counter() - self._started
-        told = [self._status.stop_requested(), span / max(self._calls, 1), self._beats, span, self._samples]
+        elapsed = (time.perf_counter() - self._started) / max(self._calls, 1)
+        told = [self._status.stop_requested(), elapsed, self._beats, self._span, self._samples]
         return [*map(float, told), float(self._memory()), *self._sums]
 
     def _begin_anew(self) -> None:
-        self._calls, self._beats, self._samples = 0, 0, 0
+        self._calls, self._beats, self._samples, self._span = 0, 0, 0, 0.0
         self._sums = [0.0] * len(PHASES)
         self._started = time.perf_counter()
 

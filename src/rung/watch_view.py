@@ -199,7 +199,8 @@ def draw(picture: Picture, num_rows: int) -> RenderableType:
 def _headline(picture: Picture) -> Text:
     styles = {"running": "green", "finished": "green", "stopped": "red", "silent": "yellow"}
     facts = picture.facts
-    words = f"  {facts['strategy']} on {facts['ranks']} {facts['device']} ranks" if facts else ""
+    plural = "s" if facts.get("ranks", 0) > 1 else ""
+    words = f"  {facts['strategy']} on {facts['ranks']} {facts['device']} rank{plural}" if facts else ""
     text = Text(picture.name, style="bold")
     text.append(words, style="not bold")
     text.append(f"  {_state_words(picture)}", style=f"not bold {styles.get(picture.state, 'yellow')}")
@@ -257,7 +258,7 @@ def _events(picture: Picture) -> list[str]:
 
 def _ranks(picture: Picture, live: Live, num_rows: int) -> RenderableType:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("rank", "samples/s", *_PHASES, "waits", "memory", "now"):
+    for column in ("rank", "samples/s", *_PHASES, "rest", "memory", "now"):
         table.add_column(column, justify="left" if column == "now" else "right", no_wrap=True)
     slow = {(one.rank, one.phase) for one in live.slow}
     chosen = _choose(live, num_rows)
@@ -270,7 +271,8 @@ def _ranks(picture: Picture, live: Live, num_rows: int) -> RenderableType:
 def _row(
     rank: int, figures: RankFigures, live: Live, slow: set[tuple[int, str]], status: RankStatus | None
 ) -> list[Text]:
-    waits = max(0.0, live.step_seconds - sum(figures.seconds.values()))
+    # Mostly waiting for others; logging and saving, too.
+    rest = max(0.0, live.step_seconds - sum(figures.seconds.values()))
     is_slow = any(one == rank for one, _ in slow)
     return [
         Text(f"{rank}", style="bold red" if is_slow else ""),
@@ -279,7 +281,7 @@ def _row(
             Text(human_seconds(figures.seconds.get(phase, 0.0)), style="bold red" if (rank, phase) in slow else "")
             for phase in _PHASES
         ),
-        Text(human_seconds(waits)),
+        Text(human_seconds(rest)),
         Text(human_bytes(figures.memory_bytes)),
         Text(status.phase if status is not None else ""),
     ]

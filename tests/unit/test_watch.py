@@ -152,7 +152,7 @@ def test_the_slow_rank_is_named_with_its_phase(run: Path) -> None:
     assert SLOW.text in words
     (row,) = [line.split() for line in words.splitlines() if line.split()[:1] == ["1"]]
     assert row[:4] == ["1", "8.5", "150", "ms"] and row[-2:] == ["reading", "data"]
-    assert "69 ms" in words, "what it waits for others: the step without its own seconds"
+    assert "69 ms" in words, "the rest of the step: it waits for others"
     assert "3 GiB" in words
 
 
