@@ -141,7 +141,7 @@ def _build_parser() -> _Parser:
     train = commands.add_parser(
         "train",
         help="train a task under a strategy",
-        description="Train a task under a strategy. Under mpirun or torchrun nothing is started: each process is a rank.",
+        description="Train a task under a strategy. Under mpirun or torchrun each process is a rank already.",
         usage="rung train [flags] task",  # of so many flags, a list of names only hides the list below
     )
     train.add_argument("task", help="a task file, or a directory with a task.py")
