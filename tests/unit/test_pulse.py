@@ -156,3 +156,13 @@ def test_the_end_of_backward_is_marked_before_what_others_queued(monkeypatch: py
         loss.backward()
         clock.reduced()
     assert order == ["ours", "theirs"]
+
+
+def test_two_ranks_slow_in_two_phases_are_both_named_where_all_waits_are_known() -> None:
+    seconds = table(2)
+    seconds[:, 0, PHASES.index("backward")] += 0.2
+    seconds[:, 1, PHASES.index("data")] += 0.15
+    found = Peers(parse("ddp", 2, 2), 2, on_host=True).compare(seconds)
+    assert [(slow.rank, slow.phase) for slow in found] == [(0, "backward"), (1, "data")]
+    for unsure in (Peers(parse("ddp", 2, 2), 2), Peers(parse("tp2", 2, 2), 2, on_host=True)):
+        assert unsure.compare(seconds) == [], "each may have waited for the other"
