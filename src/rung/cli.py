@@ -42,7 +42,7 @@ _EXPLAINED = {
 _PLANNED = {
     "where": ("strategy", "sequence_parallel", "shard_by"),
     "how much": ("batch_size", "micro_batch"),
-    "how": ("precision", "clip", "activation_checkpointing"),
+    "how": ("precision", "clip", "activation_checkpointing", "compress"),
 }
 
 

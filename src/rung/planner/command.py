@@ -47,6 +47,11 @@ def plan_command(
         raise ConfigError(
             "--offload cannot be planned yet: host memory and its link are not modelled. Plan without it."
         )
+    if config.local_steps > 1:
+        raise ConfigError(
+            f"--local-steps {config.local_steps} cannot be planned: its steps differ, and a plan looks at one. Plan "
+            "without it; --compress can be planned."
+        )
     there = parse_cluster(cluster, Path(hardware) if hardware is not None else None)
     messages = Console(file=sys.stderr)
     with messages.status("planning") as shown:
@@ -140,6 +145,8 @@ def command_line(plan: Plan) -> str:
         words.append(f"--micro-batch {row.micro_batch}")
     if row.checkpointing != "none":
         words.append(f"--activation-checkpointing {row.checkpointing}")
+    if plan.compress != "none":
+        words.append(f"--compress {plan.compress}")
     if plan.precision != "fp32":
         words.append(f"--precision {plan.precision}")
     return " ".join(words)

@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rung.config import RunConfig
-from rung.errors import RungError
+from rung.errors import ModelError, RungError
+from rung.planner.advice import Advice, best_of, plain_ddp, try_compression, waiting_share
 from rung.planner.candidates import layouts_for, micro_batches_for, named_layout, rung_of
 from rung.planner.estimate import Estimate, Estimator
 from rung.planner.hardware import Cluster
 from rung.planner.shorten import count_blocks
+from rung.sizes import human_bytes, human_seconds
 from rung.strategy import Layout
 from rung.task import Task
 
@@ -45,6 +47,10 @@ class Plan:
     state: dict[str, int]  # of the whole model
     chosen: Estimate | None = None
     words: list[str] = field(default_factory=list)
+    advice: list[Advice] = field(default_factory=list)  # on compressed gradients, where links limit ddp
+    asked: bool = False  # for one layout by its name
+    recomputes: bool = False  # because it was asked for
+    compress: str = "none"  # as asked for
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for a file."""
@@ -67,6 +73,7 @@ class Plan:
                 "strategy": self.chosen.layout.name if self.chosen is not None else None,
                 "words": self.words,
             },
+            "advice": [asdict(one) for one in self.advice],
             "layouts": [_row_as_json(row, self.batch_size) for row in self.rows],
             "rejected": [
                 {"strategy": one.layout.name, "reason": one.reason, "needs": one.needs} for one in self.rejected
@@ -101,7 +108,7 @@ def make_plan(
     num_blocks = count_blocks(task)
     estimator = Estimator(task, config, cluster, num_blocks)
     tell("the whole model on one device")
-    whole = estimator.estimate(Layout("single"), "full", 1)
+    whole = _whole_model(estimator)
     state = {**whole.memory.state, "gradients": whole.memory.state["parameters"]}
     rows: list[Estimate] = []
     rejected: list[Rejected] = []
@@ -112,9 +119,31 @@ def make_plan(
         rows += found if isinstance(found, list) else []
         rejected += [found] if isinstance(found, Rejected) else []
     rows.sort(key=lambda row: row.time.seconds)
-    plan = Plan(task.name, cluster, config.batch_size, config.precision, rows, rejected, state)
     chosen = choose(rows)
+    plan = Plan(
+        task.name,
+        cluster,
+        config.batch_size,
+        config.precision,
+        rows,
+        rejected,
+        state,
+        advice=try_compression(rows, chosen, estimator, tell),
+        asked=only is not None,
+        recomputes=config.activation_checkpointing != "none",
+        compress=config.compress,
+    )
     return replace(plan, chosen=chosen, words=explain_choice(plan, chosen))
+
+
+def _whole_model(estimator: Estimator) -> Estimate:
+    """For its state alone. What is recomputed does not change that, and keeps the look small, where it can be done."""
+    config = replace(estimator.config, compress="none")  # one device exchanges nothing
+    looks = Estimator(estimator.task, config, estimator.cluster, estimator.num_blocks)
+    try:
+        return looks.estimate(Layout("single"), "full", 1)
+    except ModelError:
+        return looks.estimate(Layout("single"), "none", 1)
 
 
 def _look_at(
@@ -140,6 +169,8 @@ def _look_at(
             try:
                 estimate = estimator.estimate(layout, mode, sizes[0])
             except RungError as error:
+                if mode != modes[0]:
+                    break  # not every model can be computed again; what was found without that stands
                 return Rejected(layout, str(error))
             if estimate.fits(cluster):
                 found.append(estimate)
@@ -221,16 +252,53 @@ def explain_choice(plan: Plan, chosen: Estimate | None) -> list[str]:
     if alone is not None and layout.name != "single":
         lines.append(f"A step takes {_seconds(chosen)}; on one device {_seconds(alone)}.")
     elif without is not None:
-        lines.append(f"One device: {without.reason}.")
+        lines.append(f"One device: {without.reason.rstrip('.')}.")
     limit = chosen.time.limit
     lines.append(
         f"{plan.batch_size / chosen.time.seconds:,.0f} samples a second; most of the time goes to {limit}."
         if limit != "communication"
         else f"{plan.batch_size / chosen.time.seconds:,.0f} samples a second; links are what limits it."
     )
-    if chosen.checkpointing == "full":
+    if chosen.checkpointing == "full" and not plan.recomputes:
         lines.append("Activations must be recomputed: --activation-checkpointing full.")
-    return lines
+    return [*lines, *(_in_detail(chosen) if plan.asked else []), *_on_compression(plan, chosen)]
+
+
+def _in_detail(row: Estimate) -> list[str]:
+    """Where memory and time go, for who has chosen already."""
+    memory, time = row.memory, row.time
+    kinds = sorted(memory.by_kind.items(), key=lambda item: -item[1])
+    large = [f"{human_bytes(size)} {kind}" for kind, size in kinds if size >= 0.01 * memory.allocated]
+    waits = {
+        "arithmetic": time.arithmetic,
+        "memory bandwidth": time.memory,
+        "waiting for messages": time.messages,
+        "waiting for other stages": time.pipeline,
+        "waiting for the host": time.host,
+    }
+    shares = [
+        f"{100 * part / time.seconds:.0f} % {name}" for name, part in waits.items() if part >= 0.01 * time.seconds
+    ]
+    where = f"rank {memory.rank}, the fullest" if row.layout.pp > 1 else "a rank"
+    return [
+        f"At the peak {where} has {', '.join(large)}; the allocator holds {human_bytes(memory.reserved)}.",
+        f"A step of {human_seconds(time.seconds)} is {', '.join(shares)}.",
+    ]
+
+
+def _on_compression(plan: Plan, chosen: Estimate) -> list[str]:
+    """Whether gradients that are sent in fewer bytes would pay, if ddp waits for them."""
+    plain, best = plain_ddp(plan.rows), best_of(plan.advice)
+    if not plan.advice or plain is None:
+        return []
+    link = plan.cluster.link_of(tuple(range(plain.layout.num_ranks))).name
+    share = f"Gradients over {link} take {100 * waiting_share(plain):.0f} % of a step of ddp"
+    if best is None:
+        return [f"{share}; compressed they would not make it quicker."] if chosen is plain else []
+    gain, changes = _times(best.times_quicker), "it changes the numbers; docs/compression.md"
+    if chosen is plain:
+        return [f"{share}: --compress {best.compress} would make it {gain} ({changes})."]
+    return [f"{share}: with --compress {best.compress} ddp would be {gain} than {chosen.layout.name} ({changes})."]
 
 
 def _why_sharded(plan: Plan, uses: str, has: str) -> str:
@@ -246,7 +314,7 @@ def _why_sharded(plan: Plan, uses: str, has: str) -> str:
 def _nothing_fits(plan: Plan) -> list[str]:
     known = [one for one in plan.rejected if one.needs is not None]
     if not known:
-        reasons = "; ".join(f"{one.layout.name}: {one.reason}" for one in plan.rejected[:3])
+        reasons = "; ".join(f"{one.layout.name}: {one.reason.rstrip('.')}" for one in plan.rejected[:3])
         return [f"no layout can be planned: {reasons}."]
     least = min(known, key=lambda one: one.needs or 0)
     need, has = least.needs or 0, plan.cluster.device.memory
@@ -260,6 +328,11 @@ def _nothing_fits(plan: Plan) -> list[str]:
         f"It takes devices of {_gib(need)}, or about {devices} of these: parameters, gradients and optimizer state are "
         f"{_gib(total)} in all."
     )
+    if plan.cluster.device.kind == "cuda":
+        lines.append(
+            "--strategy zero3 --offload cpu keeps these in host memory and a block at a time on the device; how long a "
+            "step then takes is not planned."
+        )
     return lines
 
 
