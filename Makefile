@@ -20,7 +20,7 @@ BIN := .venv/bin
 demo: .venv/rung
 	$(BIN)/rung train examples/babycnn/task.py --strategy ddp --nproc 2
 	$(BIN)/rung compare examples/babycnn/task.py --nproc 2 --out runs/demo.html \
-		--strategies single ddp zero1 zero2 zero3 hsdp tp2
+		--strategies single ddp zero1 zero2 zero3 tp2
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .
