@@ -60,6 +60,7 @@ REPETITIONS = [
     r"test_explain.*real_ranks_do.*\[tp2\]",
     r"test_composed.*fewer_samples.*\[(pp2:zb,ddp2|pp4)-1\]",
     r"test_worlds.*one_step_at_most",
+    r"test_decisions.*(machines_with_quick_links|one_device_and_the_model_fits_it)",
 ]
 
 
