@@ -138,7 +138,20 @@ def test_markdown_has_the_figures_and_the_failures() -> None:
     (failed,) = [line for line in lines if line.startswith("- `tp2` failed")]
     assert "<script>" not in failed and r"\<script\>" in failed
     assert any(line == "| `ddp` | 79.2 ms / 72 ms | 132 MiB / 135 MiB | 24 MiB / 24 MiB |" for line in lines)
-    assert any("the planner knows nothing of servers" in line for line in lines)
+    assert "- ps-async: the planner knows nothing of servers" in lines
+
+
+def test_what_could_not_be_predicted_is_said_once(tmp_path: Path) -> None:
+    data = sample()
+    for row in data["rows"][:3]:
+        row["predicted"]["step_seconds"], row["not_predicted"] = None, "without a record of this machine"
+    page = as_page(data)
+    assert page.count("<b>single, ddp, zero1</b>: without a record of this machine") == 1
+    assert 'id="predicted-seconds"' in page  # of the others
+    for row in data["rows"][3:5]:
+        row["predicted"]["step_seconds"] = None
+    assert set(re.findall(r'id="predicted-(\w+)"', as_page(data))) == {"peak", "sent"}
+    assert "| `ddp` | - / 72 ms | 132 MiB / 135 MiB |" in as_markdown(data)
 
 
 def test_a_comparison_of_another_format_is_refused(tmp_path: Path) -> None:

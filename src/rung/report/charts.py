@@ -224,9 +224,8 @@ def draw_predictions(comparison: Comparison) -> str:
         return ""
     panels = "".join(_panel(quantity, rows) for quantity in _QUANTITIES)
     missing = "".join(
-        f'<li data-row="{index}"><b>{text(row.strategy)}</b>: {text(row.not_predicted or "no prediction")}</li>'
-        for index, row in rows
-        if row.predicted is None
+        f"<li><b>{text(', '.join(names))}</b>: {text(reason)}</li>"
+        for reason, names in comparison.not_predicted.items()
     )
     left_out = f'<ul class="notes" aria-label="Not predicted">{missing}</ul>' if missing else ""
     told = "What the planner said before anything ran (diamond), and what was measured (dot)."

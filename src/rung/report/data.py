@@ -133,6 +133,16 @@ class Comparison:
     notes: tuple[str, ...]  # on what is not known
 
     @property
+    def not_predicted(self) -> dict[str, list[str]]:
+        """The strategies by the reason why the planner could not say all of them."""
+        found: dict[str, list[str]] = {}
+        for row in self.finished:
+            reason = row.not_predicted or ("no prediction" if row.predicted is None else "")
+            if reason:
+                found.setdefault(reason, []).append(row.strategy)
+        return found
+
+    @property
     def finished(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.failure is None)
 

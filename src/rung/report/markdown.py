@@ -30,6 +30,9 @@ def as_markdown(data: Mapping[str, Any]) -> str:
     parts += ["\n".join(lines) for lines in (failed, slow, notes) if lines]
     if any(row.predicted for row in comparison.finished):
         parts += ["### Predicted and measured", _predictions(comparison.finished)]
+        reasons = comparison.not_predicted.items()
+        missing = [f"- {_plain(', '.join(names))}: {_plain(reason)}" for reason, names in reasons]
+        parts += ["\n".join(missing)] if missing else []
     command = comparison.settings.get("command")
     if command:
         parts.append(f"`{_code(str(command))}`")
@@ -75,7 +78,6 @@ def _predictions(rows: Sequence[Row]) -> str:
     for row in rows:
         said, seconds = row.predicted, row.step_seconds.median if row.step_seconds else None
         if said is None:
-            body.append([f"`{_code(row.strategy)}`", _plain(row.not_predicted or "not predicted"), "", ""])
             continue
         pairs = (
             (told_seconds(said.step_seconds), told_seconds(seconds)),
