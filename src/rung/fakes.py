@@ -203,7 +203,7 @@ class _Done:
 @contextlib.contextmanager
 def results_of_all_reduces() -> Iterator[None]:
     """While inside, an all-reduce that is not waited for has a future with its result: a fake group's has none."""
-    reduce = dist.all_reduce
+    reduce: Any = dist.all_reduce
 
     @functools.wraps(reduce)
     def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
@@ -215,6 +215,22 @@ def results_of_all_reduces() -> Iterator[None]:
         yield
     finally:
         dist.all_reduce = reduce
+
+
+@contextlib.contextmanager
+def when_autocast_ends(function: Callable[[], None]) -> Iterator[None]:
+    """While inside, `function` is called whenever autocast drops the casts that it has kept."""
+    clear = torch.clear_autocast_cache
+
+    def cleared() -> None:
+        clear()
+        function()
+
+    torch.clear_autocast_cache = cleared
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache = clear
 
 
 def end_pass(module: FSDPModule) -> None:

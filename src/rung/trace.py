@@ -140,6 +140,7 @@ class Tracer(Recorder):
         self._streams = fakes.Streams()
         self._shims = contextlib.ExitStack()
         self._is_paused = False
+        self.is_active = False
 
     # -- what is there before, and what things are ---------------------------------------------------------------
 
@@ -174,13 +175,15 @@ class Tracer(Recorder):
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         self._shims = contextlib.ExitStack()
-        self._shims.enter_context(fakes.around_shape_inference(self._paused))
+        self._shims.enter_context(fakes.around_shape_inference(self.paused))
         self._shims.enter_context(fakes.watch_streams(self._streams))
+        self.is_active = True
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> Any:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self._shims.close()
+        self.is_active = False
         return super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,7 +196,7 @@ class Tracer(Recorder):
             output = func(*args, **(kwargs or {}))
             self.imagine(tensors_of(output))
             return output
-        self._see_phase()
+        self.see_phase()
         output = super().__torch_dispatch__(func, types, args, kwargs)
         outputs = tensors_of(output)
         reads = [self._number(tensor) for tensor in inputs]
@@ -222,14 +225,30 @@ class Tracer(Recorder):
             self.trace.events.append(Sent(self.messages[-1], peer, touched))
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
+        """While inside, operations are not looked at."""
         self._is_paused = True
         try:
             yield
         finally:
             self._is_paused = False
 
-    def _see_phase(self) -> None:
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Trace]:
+        """While inside, what happens goes to another trace, which knows the allocations of this one."""
+        kept, self.trace = self.trace, Trace(allocations=list(self.trace.allocations))
+        try:
+            yield self.trace
+        finally:
+            for allocation in self.trace.allocations[len(kept.allocations) :]:
+                allocation.died = allocation.died or 0  # it may outlive this, and is nothing to the trace that goes on
+            self.trace = kept
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    def see_phase(self) -> None:
         phase = self._status.current().phase
         if phase != self._phase:
             self._phase = phase
@@ -248,6 +267,20 @@ class Tracer(Recorder):
             known = self._take(key, storage.nbytes())
             weakref.finalize(storage, self._gone, key, known)
         return known.number
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of the allocation that a tensor, or its part on this rank, lies in."""
+        return self._number(_plain(tensor))
+
+    def adopt(self, tensor: Tensor, allocation: Allocation) -> None:
+        """Let a tensor that was made unseen stand for an allocation, which lives as long as it."""
+        storage = tensor.untyped_storage()
+        self._by_storage[storage._cdata] = allocation
+        weakref.finalize(storage, self._gone, storage._cdata, allocation)
+
+    def give_back(self, allocation: Allocation) -> None:
+        """An allocation is no longer needed; of one that a tensor stands for, the tensor says so."""
+        self._return(allocation)
 
     def _take(self, key: int, num_bytes: int, kind: str = "") -> Allocation:
         trace = self.trace

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +57,7 @@ class World:
     devices: tuple[torch.device, ...] = ()  # of the replicas in this process, under dp
     stands_for: str | None = None  # the type of device that a pretend world is about, if it is not `device`'s
     proofs: dict[Any, Any] = field(default_factory=dict, repr=False)  # which layers of a block can be cut together
+    wrap_block: Callable[[nn.Module], None] | None = field(default=None, repr=False)  # around each block's own forward
     _fake_mode: Any = field(default=None, repr=False)
     _data_mesh: DeviceMesh | None = field(default=None, repr=False)
     _trainers: dist.ProcessGroup | None = field(default=None, repr=False)

@@ -75,6 +75,7 @@ def parallelize(
     if layout.is_composed:
         spread.rehearser = Rehearser(model, run, world.device, weights.mode)
         spread.rehearser.parameter_dtype = gathered_type(world, config)
+        spread.rehearser.repeats = world.wrap_block is not None
     if layout.tp > 1:
         spread.plan = _plan_tensors(spread, task, world, config, example)
     if layout.pp > 1:
@@ -97,6 +98,10 @@ def parallelize(
                 block.forward = torch.compile(block.forward)
             else:
                 block.compile()
+
+    if world.wrap_block is not None:
+        for block in _whole_blocks(spread, blocks):
+            world.wrap_block(block)
 
     _give_storage(spread, weights, world, config, blocks)
     return spread

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import re
+from typing import Any
 
 from torch import nn
 
@@ -43,3 +45,15 @@ def find_list_of_blocks(model: nn.Module, pattern: str | None = None) -> list[tu
 
 def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def describe(block: nn.Module) -> tuple[Any, ...]:
+    """What two blocks share if one analysis serves both: types, shapes, and the numbers that their modules keep."""
+    is_place = re.compile(r"(idx|index|id|number)$")
+    numbers = tuple(
+        (name, type(module), key, value)
+        for name, module in block.named_modules()
+        for key, value in sorted(vars(module).items())
+        if type(value) in (int, float, bool, str) and not is_place.search(key)
+    )
+    return type(block), numbers, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from rung.errors import StrategyError
+from rung.parallel.blocks import describe
 from rung.parallel.rehearsal import Call, tensors_of
 from rung.parallel.tensor_layers import can_be_cut, is_linear, is_norm, is_plain, num_inputs, num_outputs, output_dim
-from rung.parallel.tensor_proof import Pair, Points, Trial, describe
+from rung.parallel.tensor_proof import Pair, Points, Trial
 from rung.parallel.tensor_survey import Survey, fold
 from rung.parallel.tensor_words import carried_plan, check_words, match_carried, match_given
 

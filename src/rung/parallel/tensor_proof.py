@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -297,18 +296,6 @@ class Trial:
         output = self._run(replaced, (positions(self.args[0]), *self.args[1:]))
         is_right = all(right) and _equal(tensors_of(output)[0], positions(tensors_of(self.output)[0]))
         return found if is_right and set(found) == points else None
-
-
-def describe(block: nn.Module) -> tuple[Any, ...]:
-    """What two blocks share if one analysis serves both: types, shapes, and the numbers that their modules keep."""
-    is_place = re.compile(r"(idx|index|id|number)$")
-    numbers = tuple(
-        (name, type(module), key, value)
-        for name, module in block.named_modules()
-        for key, value in sorted(vars(module).items())
-        if type(value) in (int, float, bool, str) and not is_place.search(key)
-    )
-    return type(block), numbers, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
 
 
 @contextlib.contextmanager

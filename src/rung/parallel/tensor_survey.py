@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rung.parallel.blocks import find_blocks, num_parameters
+from rung.parallel.blocks import describe, find_blocks, num_parameters
 from rung.parallel.rehearsal import Call, Rehearsal, rehearse
 from rung.parallel.tensor_layers import is_linear
-from rung.parallel.tensor_proof import Pair, Trial, describe
+from rung.parallel.tensor_proof import Pair, Trial
 
 _LARGEST_TRIAL_BYTES = 8 << 30  # of a whole model; blocks are tried at any size
 

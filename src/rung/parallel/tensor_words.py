@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from rung.errors import StrategyError, TaskError, nearest
+from rung.parallel.blocks import describe
 from rung.parallel.tensor_layers import can_be_cut, is_linear, is_norm, is_plain, num_inputs, num_outputs
-from rung.parallel.tensor_proof import Pair, Trial, describe
+from rung.parallel.tensor_proof import Pair, Trial
 from rung.parallel.tensor_survey import Survey, fold
 
 # What a task may say of a module.

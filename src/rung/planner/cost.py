@@ -8,7 +8,8 @@ are walked together; what one waits for is the other's message. How a strategy w
 
 from __future__ import annotations
 
-from collections import defaultdict
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -198,16 +199,13 @@ def duration(work: Work, device: Device) -> tuple[float, str]:
 
 def seconds_of(message: Message, run: DryRun, cluster: Cluster) -> float:
     """Seconds of a message by itself."""
-    ranks = group_of(message, run.layout, run.rank)
+    ranks, each = _who(message.axis, run.layout, run.rank, cluster.per_node)
     op = _OPS[message.operation]
     link = cluster.link_of(ranks)
     measured = link.times.get((op, len(ranks)))
     if measured:
         besides = link.besides.get(run.layout.num_ranks, 0.0)
         return besides + interpolate(measured, max(1, message.num_bytes))
-    each = max(
-        sum(rank // cluster.per_node == node for rank in ranks) for node in {r // cluster.per_node for r in ranks}
-    )
     rate = cluster.inside.bandwidth * cluster.inside.efficiency
     if link is not cluster.inside:
         rate = min(rate, link.bandwidth * link.efficiency * each)  # each device has its own way out
@@ -215,15 +213,21 @@ def seconds_of(message: Message, run: DryRun, cluster: Cluster) -> float:
     return link.latency * hops + bus_factor(op, len(ranks)) * message.num_bytes / rate
 
 
-def group_of(message: Message, layout: Layout, rank: int) -> tuple[int, ...]:
-    """The ranks that a message runs over."""
-    if message.axis == "all" or not message.axis:
+@functools.lru_cache(maxsize=1024)
+def _who(axis: str, layout: Layout, rank: int, per_node: int) -> tuple[tuple[int, ...], int]:
+    """The ranks that a message runs over, and how many of them are at most in one machine."""
+    ranks = group_of(axis, layout, rank)
+    return ranks, max(Counter(rank // per_node for rank in ranks).values())
+
+
+def group_of(axis: str, layout: Layout, rank: int) -> tuple[int, ...]:
+    """The ranks that are with `rank` in a group of an axis."""
+    if axis == "all" or not axis:
         return tuple(range(layout.num_ranks))
-    names = ("dp_replicate", "dp_shard") if message.axis == "data" else tuple(message.axis.split("+"))
+    names = ("dp_replicate", "dp_shard") if axis == "data" else tuple(axis.split("+"))
     own = layout.coordinates(rank)
-    axes = layout.axes
     ranks = [0]
-    for axis, size in axes.items():
-        places = range(size) if axis in names else (own[axis],)
+    for name, size in layout.axes.items():
+        places = range(size) if name in names else (own[name],)
         ranks = [number * size + place for number in ranks for place in places]
     return tuple(sorted(ranks))

@@ -6,6 +6,7 @@ Nothing here knows how a strategy works.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from rung.batches import Batches, Window
 from rung.config import RunConfig
 from rung.errors import ModelError
 from rung.parallel.materialize import is_absent
+from rung.planner.repeat import Repeats
 from rung.runtime import build_runtime
 from rung.runtime.forward import map_tensors
 from rung.runtime.mesh import MeshRuntime
@@ -47,15 +49,22 @@ def dry_run(
     rank: int = 0,
     device: str = "cpu",
     proofs: dict[Any, Any] | None = None,
+    repeats: Repeats | None = None,
 ) -> DryRun:
-    """Two steps of one rank, traced. No tensor holds data. `proofs` are those of tensor plans of the same task."""
+    """Two steps of one rank, traced. No tensor holds data. `proofs` are those of tensor plans of the same task.
+
+    With `repeats`, blocks that are alike are run once, in this dry run and the others that are given the same.
+    """
     config = replace(config, steps=2, epochs=None, compile=False, eval_every="never", workers=0)
     with pretend_world(layout, rank=rank, device=device, proofs=proofs) as world:
         status = StatusWriter()
         batches = make_batches(task, config, world)
+        if repeats is not None:
+            repeats.setting = (layout.tp, device, config.activation_checkpointing, config.sequence_parallel)
+            world.wrap_block = repeats.wrap
         try:
             runtime = build_runtime(task, world, config, total_steps=2, status=status)
-            return take_two_steps(runtime, world, status, batches)
+            return take_two_steps(runtime, world, status, batches, repeats)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ModelError(
                 f"{task.name}: the model or the loss looks at the values of tensors ({error}), and in a pretended step "
@@ -63,13 +72,15 @@ def dry_run(
             ) from error
 
 
-def take_two_steps(runtime: MeshRuntime, world: World, status: StatusWriter, batches: Batches) -> DryRun:
+def take_two_steps(
+    runtime: MeshRuntime, world: World, status: StatusWriter, batches: Batches, repeats: Repeats | None = None
+) -> DryRun:
     """The first also sets things up: optimizer state, buckets, buffers of a pipeline."""
     window: Window = next(iter(runtime.place(batches)))
     # One micro-batch is enough for that, but a pipeline greets its neighbours anew for each number of them.
     first = window if world.layout.pp > 1 else replace(window, micro_batches=window.micro_batches[:1])
     tracer = Tracer(world, status, lambda: gradients_of(runtime))
-    with world.tensors():
+    with world.tensors(), repeats.told_to(tracer) if repeats is not None else nullcontext():
         tracer.imagine(t for t in (*runtime.model.parameters(), *runtime.model.buffers()) if is_absent(t))
         tracer.know(parameters_of(runtime), "parameters")
         tracer.know((b for b in runtime.model.buffers() if not is_absent(b)), "buffers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +11,13 @@ from rung.planner.cost import StepTime, step_time
 from rung.planner.dryrun import DryRun, dry_run
 from rung.planner.hardware import Cluster
 from rung.planner.memory import ROUNDING, find_peak, reserve
+from rung.planner.repeat import Repeats
 from rung.planner.shorten import shortened
 from rung.strategy import Layout
 from rung.task import Task
 
 _FEW, _MORE = 2, 3  # blocks of a stage in the two looks from which the rest is added up
+_WHOLE = 4  # so many are traced at once
 _TRACED = 3  # micro-batches: the first, one like all others, and the last, which may send more
 
 
@@ -41,6 +44,7 @@ class Estimate:
     memory: Memory
     time: StepTime
     notes: tuple[str, ...] = ()
+    stages: tuple[Memory, ...] = ()  # of each stage that was traced
 
     def fits(self, cluster: Cluster) -> bool:
         return self.memory.process <= cluster.device.memory
@@ -52,28 +56,26 @@ class Estimator:
     def __init__(self, task: Task, config: RunConfig, cluster: Cluster, num_blocks: int) -> None:
         self.task, self.config, self.cluster, self.num_blocks = task, config, cluster, num_blocks
         self._proofs: dict[Any, Any] = {}
+        self._shortened: dict[int, Task] = {}
+        self._repeats = Repeats() if config.schedule != "zb" else None  # which takes a block's backward apart
         data = task.train_data()
         if hasattr(data, "__getitem__"):
             self.task = replace(task, train_data=lambda: data)
 
     def estimate(self, layout: Layout, checkpointing: str, micro_batch: int) -> Estimate:
-        """Trace the layout with this micro-batch, shortened where its blocks are alike and its micro-batches many."""
+        """Trace the layout with this micro-batch: with fewer blocks and micro-batches where they are alike."""
         share = max(1, self.config.batch_size // layout.num_data_ranks)
         count = -(-share // micro_batch)
-        few_enough = layout.pp + 2  # once all stages are busy, each one more takes the same
-        if layout.pp > 1 and count > few_enough:
-            few, more = (self._whole(layout, checkpointing, micro_batch, n, 0) for n in (few_enough - 1, few_enough))
-            whole = _extend(few, more, count - few_enough + 1)
-        else:
-            traced = count if layout.pp > 1 else min(count, _TRACED)
-            whole = self._whole(layout, checkpointing, micro_batch, traced, count - traced)
+        # Once all stages are busy, each micro-batch more takes the same.
+        traced = min(count, layout.pp + 2 if layout.pp > 1 else _TRACED)
+        whole = self._whole(layout, checkpointing, micro_batch, traced, count - traced)
         return replace(whole, num_micro_batches=count)
 
     def _whole(self, layout: Layout, checkpointing: str, micro_batch: int, count: int, repeated: int) -> Estimate:
         """With all blocks: traced, or added up from fewer of them."""
         stages = layout.num_stages
         each = -(-self.num_blocks // stages) if self.num_blocks else 0
-        if each <= _MORE:
+        if each <= _WHOLE:
             return self._look(layout, checkpointing, micro_batch, 0, count, repeated)
         few, more = (
             self._look(layout, checkpointing, micro_batch, blocks * stages, count, repeated) for blocks in (_FEW, _MORE)
@@ -83,7 +85,8 @@ class Estimator:
     def _look(
         self, layout: Layout, checkpointing: str, micro_batch: int, blocks: int, count: int, repeated: int
     ) -> Estimate:
-        task = shortened(self.task, blocks) if blocks else self.task
+        if blocks not in self._shortened:
+            self._shortened[blocks] = shortened(self.task, blocks) if blocks else self.task
         device = self.cluster.device
         config = replace(
             self.config,
@@ -93,20 +96,21 @@ class Estimator:
         )
         each = layout.num_ranks // layout.pp
         runs = [
-            dry_run(task, layout, config, rank=stage * each, device=device.kind, proofs=self._proofs)
+            dry_run(
+                self._shortened[blocks],
+                layout,
+                config,
+                rank=stage * each,
+                device=device.kind,
+                proofs=self._proofs,
+                repeats=self._repeats,
+            )
             for stage in range(layout.pp)
         ]
-        memories = [self._memory(run) for run in runs]
+        memories = tuple(self._memory(run) for run in runs)
         notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
-        return Estimate(
-            layout,
-            checkpointing,
-            micro_batch,
-            count,
-            max(memories, key=lambda memory: memory.process),
-            step_time(runs, self.cluster, repeated=repeated),
-            notes,
-        )
+        time = step_time(runs, self.cluster, repeated=repeated)
+        return Estimate(layout, checkpointing, micro_batch, count, _fullest(memories), time, notes, memories)
 
     def _memory(self, run: DryRun) -> Memory:
         device = self.cluster.device_for(run.layout.num_ranks)
@@ -123,23 +127,34 @@ class Estimator:
         return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank)
 
 
+def _fullest(memories: Sequence[Memory]) -> Memory:
+    return max(memories, key=lambda memory: memory.process)
+
+
 def _extend(few: Estimate, more: Estimate, steps: float) -> Estimate:
     """`few`, and `steps` times what `more` has in addition."""
+    stages = tuple(_extend_memory(a, b, steps) for a, b in zip(few.stages, more.stages, strict=True))
+    return replace(few, memory=_fullest(stages), stages=stages, time=_extend_time(few.time, more.time, steps))
 
-    def line(a: float, b: float) -> float:
-        return a + steps * (b - a)
 
-    old, new = few.memory, more.memory
-    allocated = round(line(old.allocated, new.allocated))
-    reserved = max(allocated, round(line(old.reserved, new.reserved)))
-    memory = Memory(
+def _extend_memory(few: Memory, more: Memory, steps: float) -> Memory:
+    allocated = round(_line(few.allocated, more.allocated, steps))
+    reserved = max(allocated, round(_line(few.reserved, more.reserved, steps)))
+    kinds = {**few.by_kind, **more.by_kind}
+    return Memory(
         allocated,
         reserved,
-        reserved + old.process - old.reserved,
-        {k: max(0, round(line(old.by_kind.get(k, 0), new.by_kind.get(k, 0)))) for k in {**old.by_kind, **new.by_kind}},
-        {k: round(line(old.state[k], new.state[k])) for k in old.state},
-        old.rank,
+        reserved + few.process - few.reserved,
+        {k: max(0, round(_line(few.by_kind.get(k, 0), more.by_kind.get(k, 0), steps))) for k in kinds},
+        {k: round(_line(few.state[k], more.state[k], steps)) for k in few.state},
+        few.rank,
     )
-    values = vars(few.time)
-    time = StepTime(**{name: max(0.0, line(values[name], vars(more.time)[name])) for name in values})
-    return replace(few, memory=memory, time=time)
+
+
+def _extend_time(few: StepTime, more: StepTime, steps: float) -> StepTime:
+    values, others = vars(few), vars(more)
+    return StepTime(**{name: max(0.0, _line(values[name], others[name], steps)) for name in values})
+
+
+def _line(a: float, b: float, steps: float) -> float:
+    return a + steps * (b - a)

@@ -107,8 +107,8 @@ class Cluster:
         return f"{machines} x {self.device.name} ({self.device.memory / 2**30:.0f} GiB), {links}"
 
     def link_of(self, ranks: tuple[int, ...]) -> Link:
-        """The slowest link among some ranks, which are numbered machine by machine."""
-        if len({rank // self.per_node for rank in ranks}) < 2 or self.between is None:
+        """The slowest link among some ranks, in order, which are numbered machine by machine."""
+        if self.between is None or ranks[0] // self.per_node == ranks[-1] // self.per_node:
             return self.inside
         return self.between
 

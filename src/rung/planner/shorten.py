@@ -6,12 +6,14 @@ out, and only from the list that they stand in. `tests/fake/test_plan.py` holds 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rung.parallel.blocks import find_list_of_blocks
 from rung.task import Task
@@ -28,6 +30,8 @@ def count_blocks(task: Task) -> int:
     parents = {name.rpartition(".")[0] for name, _ in blocks}
     if len(parents) != 1:
         return 0
+    if any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
+        return 0  # a tensor that nobody has registered would be lost in a copy
     container = model.get_submodule(parents.pop()) if blocks else None
     if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) != len(blocks):
         return 0
@@ -35,17 +39,36 @@ def count_blocks(task: Task) -> int:
 
 
 def shortened(task: Task, num_blocks: int) -> Task:
-    """The task with so many blocks in its model."""
+    """The task with so many blocks in its model, which is made once; after that it is copied."""
     make: Callable[..., Any] = task.model
+    skeleton: list[nn.Module] = []
 
     def model() -> nn.Module:
-        built: nn.Module = make()
-        blocks = find_list_of_blocks(built, task.blocks)
-        container: Any = built.get_submodule(blocks[0][0].rpartition(".")[0])
-        del container[num_blocks:]
-        return built
+        if not skeleton:
+            with unset_fake_temporarily(), torch.device("meta"):
+                skeleton.append(make())
+            blocks = find_list_of_blocks(skeleton[0], task.blocks)
+            container: Any = skeleton[0].get_submodule(blocks[0][0].rpartition(".")[0])
+            del container[num_blocks:]
+        copied = copy.deepcopy(skeleton[0])
+        _give_storage(copied)
+        return copied
 
     return replace(task, model=model)
+
+
+def _give_storage(model: nn.Module) -> None:
+    """In the place of meta tensors, such as are made now. (`to_empty` cannot put fake ones there.)"""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype)
+                    made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                tensors[name] = made[id(old)]
 
 
 def _form(block: nn.Module) -> tuple[Any, ...]:
