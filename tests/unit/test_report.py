@@ -144,9 +144,9 @@ def test_markdown_has_the_figures_and_the_failures() -> None:
 def test_what_could_not_be_predicted_is_said_once(tmp_path: Path) -> None:
     data = sample()
     for row in data["rows"][:3]:
-        row["predicted"]["step_seconds"], row["not_predicted"] = None, "without a record of this machine"
+        row["predicted"]["step_seconds"], row["not_predicted"] = None, "there is no record: run `rung calibrate`"
     page = as_page(data)
-    assert page.count("<b>single, ddp, zero1</b>: without a record of this machine") == 1
+    assert page.count("<b>single, ddp, zero1</b>: there is no record: run <code>rung calibrate</code>") == 1
     assert 'id="predicted-seconds"' in page  # of the others
     for row in data["rows"][3:5]:
         row["predicted"]["step_seconds"] = None

@@ -15,6 +15,7 @@ from rung.report.marks import (
     line,
     percent,
     picture,
+    prose,
     rate,
     rect,
     rows_with_index,
@@ -224,7 +225,7 @@ def draw_predictions(comparison: Comparison) -> str:
         return ""
     panels = "".join(_panel(quantity, rows) for quantity in _QUANTITIES)
     missing = "".join(
-        f"<li><b>{text(', '.join(names))}</b>: {text(reason)}</li>"
+        f"<li><b>{text(', '.join(names))}</b>: {prose(reason)}</li>"
         for reason, names in comparison.not_predicted.items()
     )
     left_out = f'<ul class="notes" aria-label="Not predicted">{missing}</ul>' if missing else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,11 @@ from rung.sizes import human_bytes, human_seconds
 def text(words: object) -> str:
     """As a part of HTML, also between quotes."""
     return html.escape(str(words), quote=True)
+
+
+def prose(words: object) -> str:
+    """As `text`, with what stands between backticks as code."""
+    return re.sub(r"`([^`<>]+)`", r"<code>\1</code>", text(words))
 
 
 def percent(share: float) -> str:

@@ -17,7 +17,7 @@ from rung.report.charts import draw_memory, draw_messages, draw_predictions, dra
 from rung.report.curves import draw_losses
 from rung.report.data import Comparison, Row, read_comparison
 from rung.report.markdown import as_markdown, describe_run
-from rung.report.marks import plural, rate, text, times
+from rung.report.marks import plural, prose, rate, text, times
 from rung.report.table import draw_table
 from rung.report.timeline import draw_micro_batches, draw_timelines
 from rung.sizes import human_bytes
@@ -94,10 +94,10 @@ def _header(comparison: Comparison) -> str:
     about += [plural(int(ranks), "process", "processes")] if ranks else []
     about += [str(name)] if (name := comparison.machine.get("device_name")) else []
     sentence = comparison.sentence or f"{comparison.task}: strategies compared"
-    advice = f'<p class="advice">{text(comparison.recommendation)}</p>' if comparison.recommendation else ""
+    advice = f'<p class="advice">{prose(comparison.recommendation)}</p>' if comparison.recommendation else ""
     eyebrow = "".join(f"<span>{text(word)}</span>" for word in about if word)
     return (
-        f'<header><p class="eyebrow">{eyebrow}</p><h1>{text(sentence)}</h1>{advice}{_key_figures(comparison)}</header>'
+        f'<header><p class="eyebrow">{eyebrow}</p><h1>{prose(sentence)}</h1>{advice}{_key_figures(comparison)}</header>'
     )
 
 
@@ -149,7 +149,7 @@ def _body(comparison: Comparison) -> str:
     charts = _columns(comparison) + "".join(
         draw(comparison) for draw in (draw_timelines, draw_micro_batches, draw_slow, draw_predictions)
     )
-    notes = "".join(f"<li>{text(note)}</li>" for note in comparison.notes)
+    notes = "".join(f"<li>{prose(note)}</li>" for note in comparison.notes)
     left_out = f'<ul class="notes" id="notes" aria-label="What is left out">{notes}</ul>' if notes else ""
     above = f'<h2 class="unseen">Strategies</h2>{table}{left_out}'
     if not charts:

@@ -16,7 +16,7 @@ from rung.version import VERSION
 
 _SETTINGS = ("batch_size", "precision", "seed")
 _NOT_RECORDED = (
-    "A run records no fullest moment by kind, no messages and no timeline: rung compare measures them and makes the "
+    "A run records no fullest moment by kind, no messages and no timeline: `rung compare` measures them and makes the "
     "predictions."
 )
 

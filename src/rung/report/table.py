@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rung.report.data import Comparison, Row
-from rung.report.marks import difference, rate, share, text, times
+from rung.report.marks import difference, prose, rate, share, text, times
 from rung.sizes import human_bytes, human_seconds
 
 
@@ -93,7 +93,7 @@ def _table_row(index: int, row: Row, columns: list[Column], bests: list[float | 
     if row.failure is not None:
         cells = (
             f'<td data-sort="{row.ranks}">{row.ranks}</td><td class="failure" colspan="{max(1, len(columns) - 1)}">'
-            f"<b>failed:</b> {text(row.failure)}</td>"
+            f"<b>failed:</b> {prose(row.failure)}</td>"
         )
         return f'<tr data-row="{index}" class="failed">{first}{cells}</tr>'
     return f'<tr data-row="{index}">{first}{"".join(map(_cell, columns, bests, [row] * len(columns)))}</tr>'
