@@ -80,11 +80,11 @@ def test_one_layout_by_its_name_is_told_in_detail() -> None:
 
 
 def test_compression_that_is_asked_for_is_planned() -> None:
-    config = RunConfig(batch_size=4, device="cpu", compress="bf16")
+    config = RunConfig(batch_size=4, device="cpu", compress="topk:0.1", topk_values="sign")
     plan = make_plan(text_task(), config, parse_cluster("2xH100, 1Gb/s"), only="ddp")
     assert plan.chosen is not None and plan.chosen.layout.name == "ddp"
     assert plan.advice == []
-    assert command_line(plan).endswith("--nproc 2 --compress bf16")
+    assert command_line(plan).endswith("--nproc 2 --compress topk:0.1")
 
 
 def test_local_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ def choose_flags(
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
     nproc = high or (torch.cuda.device_count() if on_gpu else 1)
     cluster = local_cluster(nproc, on_gpu=on_gpu, say=say)
-    plan = make_plan(task.bind(resolved.arguments), config, cluster)
+    plan = make_plan(task.bind(resolved.arguments), config, cluster, advises=False)
     if plan.chosen is None:
         raise ConfigError(" ".join(plan.words))
     chosen = plan.chosen

@@ -23,6 +23,8 @@ from rung.strategy import Layout
 from rung.task import Task
 
 WORTH_IT = 0.05  # a gain below this is not worth a higher rung
+# Settings of how ddp exchanges gradients, which one device refuses.
+_OF_EXCHANGE = ("compress", "topk_values", "compress_warmup", "local_steps", "outer", "outer_lr", "outer_momentum")
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,10 @@ def make_plan(
     cluster: Cluster,
     *,
     only: str | None = None,
+    advises: bool = True,
     tell: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Look at every sensible layout of the cluster, or at `only` one."""
+    """Look at every sensible layout of the cluster, or at `only` one; if it `advises`, also at compressed gradients."""
     tell = tell or (lambda text: None)
     asked = [named_layout(only, cluster, config.schedule)] if only is not None else None
     num_blocks = count_blocks(task)
@@ -128,7 +131,7 @@ def make_plan(
         rows,
         rejected,
         state,
-        advice=try_compression(rows, chosen, estimator, tell),
+        advice=try_compression(rows, chosen, estimator, tell) if advises else [],
         asked=only is not None,
         recomputes=config.activation_checkpointing != "none",
         compress=config.compress,
@@ -138,7 +141,8 @@ def make_plan(
 
 def _whole_model(estimator: Estimator) -> Estimate:
     """For its state alone. What is recomputed does not change that, and keeps the look small, where it can be done."""
-    config = replace(estimator.config, compress="none")  # one device exchanges nothing
+    usual = RunConfig()
+    config = replace(estimator.config, **{name: getattr(usual, name) for name in _OF_EXCHANGE})
     looks = Estimator(estimator.task, config, estimator.cluster, estimator.num_blocks)
     try:
         return looks.estimate(Layout("single"), "full", 1)
