@@ -101,8 +101,8 @@ def test_one_machine_and_the_model_fits_a_device(advisor: Advisor) -> None:
     assert chosen(plan) in ("ddp", "zero2")
     times = seconds(plan)
     assert times["ddp"] == pytest.approx(times["zero2"], rel=0.1)
-    assert times["ddp"] < 0.9 * min(times["tp2"], times["pp2"], times["single"])
-    assert not plan.rejected
+    assert times["ddp"] < 0.9 * min(seconds for name, seconds in times.items() if name not in ("ddp", "zero2"))
+    assert not any(one.needs for one in plan.rejected)  # everything fits
 
 
 NAMES = ["single", "ddp", "zero3", "tp4", "pp4"]
