@@ -133,7 +133,8 @@ def sent_for_real(request: pytest.FixtureRequest) -> Callable[[Case], list[list[
         if case.name not in known:
             cases = [one for one in asked if one.layout.num_ranks == case.layout.num_ranks]
             stores = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in cases]
-            ranks = on_ranks(send_for_real, case.layout.num_ranks, cases, [store.port for store in stores])
+            ports = [store.port for store in stores]
+            ranks = on_ranks(send_for_real, case.layout.num_ranks, cases, ports, timeout=60 + 20 * len(cases))
             known.update({one.name: [rank[number] for rank in ranks] for number, one in enumerate(cases)})
         return known[case.name]
 
