@@ -27,7 +27,9 @@ def merge_command(run: str, *, steps: str | None, out: str | None) -> int:
     path = Path(out) if out is not None else folder / f"steps-{chosen[0]}-{chosen[1]}.json.gz"
     missing = merge(ranks, path)
     plural = "s" if len(ranks) > 1 else ""
-    sys.stdout.write(f"{len(ranks)} rank{plural} in {path}; open it at https://ui.perfetto.dev or in chrome://tracing\n")
+    sys.stdout.write(
+        f"{len(ranks)} rank{plural} in {path}; open it at https://ui.perfetto.dev or in chrome://tracing\n"
+    )
     if missing:
         told = ", ".join(map(str, missing))
         sys.stdout.write(

@@ -133,6 +133,7 @@ def _plan_tensors(spread: Spread, task: Task, world: World, config: RunConfig, e
         blocks=task.blocks,
         sequence_parallel=config.sequence_parallel,
         proofs=world.proofs,
+        quick=world.wrap_block is not None,
     )
     origin = {"task": "the task's plan", "model": "the model's own plan"}.get(plan.source, "derived")
     spread.notes.append(f"tensor parallel: {len(plan.styles)} modules cut in {world.layout.tp} ({origin})")

@@ -47,13 +47,13 @@ def layouts_for(cluster: Cluster, num_blocks: int) -> Iterator[Layout]:
             texts.append(f"hsdp{cluster.nodes}x{per_node}")
         stages = [1, *(p for p in _powers(min(_MOST_STAGES, total)) if num_blocks == 0 or p <= num_blocks)]
         for pp in stages:
-            for tp in (1, *_powers(per_node)):
+            for tp in (*reversed(_powers(per_node)), 1):  # what is proven of many parts holds for fewer
                 left, rest = divmod(total, pp * tp)
                 if rest or pp * tp == 1:
                     continue
                 head = [f"pp{pp}"] if pp > 1 else []
                 tail = [f"tp{tp}"] if tp > 1 else []
-                data = [[]] if left == 1 else [[f"ddp{left}"], [f"zero1x{left}"], [f"fsdp{left}"]]
+                data = [[]] if left == 1 else [[f"ddp{left}"], [f"zero1x{left}"], [f"zero2x{left}"], [f"fsdp{left}"]]
                 if left > per_node // tp > 1 and cluster.nodes > 1 and left % (per_node // tp) == 0 and pp == 1:
                     data.append([f"hsdp{left // (per_node // tp)}x{per_node // tp}"])
                 texts += [",".join([*head, *middle, *tail]) for middle in data]

@@ -118,6 +118,10 @@ def make_plan(
     layouts = asked if asked is not None else list(layouts_for(cluster, num_blocks))
     for number, layout in enumerate(layouts):
         tell(f"{layout.name} ({number + 1} of {len(layouts)})")
+        why_not = cannot_win(layout, rows) if asked is None else None
+        if why_not is not None:
+            rejected.append(Rejected(layout, why_not))
+            continue
         found = _look_at(layout, estimator, config, cluster, state)
         rows += found if isinstance(found, list) else []
         rejected += [found] if isinstance(found, Rejected) else []
@@ -192,6 +196,32 @@ def _look_at(
         f"{' and activations recomputed' if closest.checkpointing == 'full' else ''}",
         needs=closest.memory.process,
     )
+
+
+def cannot_win(layout: Layout, rows: list[Estimate]) -> str | None:
+    """Why a pipeline need not be looked at, from layouts that were.
+
+    Stages take messages between shards away, and nothing else: if the same without stages would be too slow even if
+    messages took no time, it is too slow with them. And if twice as many stages were slower before, so are more.
+    """
+    if layout.pp == 1 or not rows:
+        return None
+    best = min(rows, key=lambda row: row.time.seconds)
+    kin = {row.layout.pp: row for row in reversed(rows) if _family(row.layout) == _family(layout)}
+    flat = kin.get(1)
+    if flat is not None:
+        least = flat.time.seconds - flat.time.messages
+        if least > best.time.seconds:
+            return f"computing alone takes {human_seconds(least)}; {best.layout.name} takes {_seconds(best)} in all"
+    fewer, fewest = kin.get(layout.pp // 2), kin.get(layout.pp // 4)
+    if fewer is not None and fewest is not None and fewer.time.seconds > fewest.time.seconds * (1 + WORTH_IT):
+        return f"{fewer.layout.name} is slower than {fewest.layout.name} already"
+    return None
+
+
+def _family(layout: Layout) -> tuple[int, int, bool]:
+    """Layouts that differ in their stages alone."""
+    return layout.tp, layout.zero, layout.dp_replicate > 1 and layout.dp_shard > 1
 
 
 def _smaller(sizes: list[int], tried: Estimate, cluster: Cluster) -> list[int]:
