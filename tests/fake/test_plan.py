@@ -25,7 +25,6 @@ from rung.planner.kernels import measure_kernels
 from rung.planner.memory import MIB, CachingAllocator, find_peak
 from rung.planner.plan import choose, least_state, make_plan
 from rung.planner.shorten import count_blocks, shortened
-from rung.record import Message
 from rung.runtime import build_runtime
 from rung.status import StatusWriter
 from rung.strategy import Layout, parse
