@@ -60,7 +60,11 @@ def add_tools(commands: Any) -> None:
         "takes less than two minutes.",
     )
     calibrate.add_argument(
-        "--nproc", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of processes (default 1 2 4)"
+        "--nproc",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of processes (default 1 2 4, or as many as there are GPUs)",
     )
     calibrate.add_argument("--out", metavar="FILE.toml", help="where the record goes (default runs/hardware.toml)")
     calibrate.add_argument("--json", dest="as_json", action="store_true", help="where it went, as JSON")
@@ -173,9 +177,9 @@ def _collectives(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     from rung.planner.calibrate import calibrate_command
 
-    if min(options.nproc) < 1:
+    if options.nproc and min(options.nproc) < 1:
         raise ConfigError(f"--nproc {min(options.nproc)}: at least one process measures.")
-    return calibrate_command(sorted(set(options.nproc)), options.out, as_json=options.as_json)
+    return calibrate_command(sorted(set(options.nproc or ())), options.out, as_json=options.as_json)
 
 
 def _doctor(options: argparse.Namespace) -> int:

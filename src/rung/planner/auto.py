@@ -66,10 +66,11 @@ def local_cluster(nproc: int, *, on_gpu: bool, say: Callable[[str], None]) -> Cl
 def recorded_cluster(nproc: int, *, on_gpu: bool) -> Cluster | None:
     """This machine as far as there are records of it; None where there are not."""
     known = devices()
+    is_measured = all(f"{HERE}-{count}" in known for count in (1, nproc))
+    if is_measured and (known[f"{HERE}-1"].kind == "cuda") == on_gpu:
+        return parse_cluster(f"{nproc}x{HERE}")
     if on_gpu:
         name = torch.cuda.get_device_name()
         found = next((key for key in sorted(known, key=len, reverse=True) if key.lower() in name.lower()), None)
-        if found is not None:
-            return parse_cluster(f"{nproc}x{found}")
-    is_measured = all(f"{HERE}-{count}" in known for count in (1, nproc))
-    return parse_cluster(f"{nproc}x{HERE}") if is_measured else None
+        return parse_cluster(f"{nproc}x{found}") if found is not None else None
+    return None

@@ -64,7 +64,9 @@ def measure_abilities(nproc: int, device: str) -> Abilities:
         # Where processes take turns on a core, the best of several times is one that had the core for itself.
         stopwatch = _Stopwatch(world, takes_turns=device == "cpu" and nproc > num_cores())
         rates = {name: _products(dtype, stopwatch) for name, dtype in _TYPES.items()}
-        found = Abilities(rates, _movements(stopwatch), measure_kernels(world, stopwatch), 0.0)
+        # One by one only on a CPU: on a GPU the host would be what is measured, and memory is what limits them.
+        kernels = measure_kernels(world, stopwatch) if device == "cpu" else {}
+        found = Abilities(rates, _movements(stopwatch), kernels, 0.0)
     return replace(found, issue=_issue(found, device))
 
 
@@ -222,8 +224,9 @@ def calibrate(nprocs: list[int], path: Path, tell: Callable[[str], None] = lambd
 
 
 def calibrate_command(nprocs: list[int], out: str | None, *, as_json: bool) -> int:
-    """The command. Returns the exit code."""
+    """The command. Returns the exit code. Without numbers of processes, those that this machine is likely to run."""
     path = Path(out) if out is not None else HERE_FILE
+    nprocs = nprocs or [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() or 4)]
     with Console(file=sys.stderr).status("calibrating") as shown:
         found = calibrate(nprocs, path, shown.update)
     if as_json:

@@ -50,7 +50,8 @@ def shortened(task: Task, num_blocks: int) -> Task:
             blocks = find_list_of_blocks(skeleton[0], task.blocks)
             container: Any = skeleton[0].get_submodule(blocks[0][0].rpartition(".")[0])
             del container[num_blocks:]
-        copied = copy.deepcopy(skeleton[0])
+        with unset_fake_temporarily():
+            copied = copy.deepcopy(skeleton[0])
         _give_storage(copied)
         return copied
 
