@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,9 @@ def test_interrupted_it_leaves_no_process(here: Path) -> None:
     mark = f"RUNG_TEST_MARK={os.getpid()}"
     environment = {**os.environ, "RUNG_TEST_MARK": str(os.getpid())}
     command = [sys.executable, "-m", "rung.cli", "compare", "task.py", "--strategies", "ddp", "--batch-size", "4"]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    # A shell lets what it starts in the background ignore interrupts, and the tests may have been started so.
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=listens)
     deadline = time.monotonic() + 90
     while not list(here.glob("runs/*/*/metrics.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -158,11 +158,11 @@ def reason_of(error: CrewFailed, num_ranks: int) -> str:
     lines = error.error.strip().splitlines()
     found = [(number, match) for number, line in enumerate(lines) if (match := _EXCEPTION.match(line)) is not None]
     if not found:
-        return f"{who}: {lines[-1][:_LONGEST_REASON]}"
+        return lines[-1][:_LONGEST_REASON] if num_ranks == 1 else f"{who}: {lines[-1][:_LONGEST_REASON]}"
     number, match = found[-1]
     kind, words = match.group(1), " ".join([match.group(2) or "", *lines[number + 1 :]]).strip()
     told = words if kind.startswith("rung.errors.") else f"{kind.rpartition('.')[2]}: {words}"
-    return f"{who}: {told[:_LONGEST_REASON]}"
+    return told[:_LONGEST_REASON] if num_ranks == 1 else f"{who}: {told[:_LONGEST_REASON]}"
 
 
 def weight_difference(own: Path, other: Path) -> float | None:

@@ -90,7 +90,9 @@ def _recommendation(chosen: dict[str, Any], quickest: dict[str, Any], done: Sequ
     if chosen is quickest:
         text = f"Stand on {name}: nothing lower on the ladder comes within {100 * WORTH_IT:.0f} % of its speed."
         if chosen["strategy"] == REFERENCE:
-            text = "Stay with one process: on this machine the messages of the others cost more than they save."
+            spread = any(row["ranks"] > 1 for row in done)
+            why = "on this machine the messages of the others cost more than they save" if spread else "it is quickest"
+            text = f"Stay with one process: {why}."
     else:
         slower = 100 * (1 - _seconds(quickest) / _seconds(chosen))
         text = (
