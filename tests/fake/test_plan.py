@@ -335,7 +335,7 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
             output = super().forward(tokens)
             return output if float(output.sum()) > 0 else -output
 
-    with pytest.raises(ModelError, match="looks at the values"):
+    with pytest.raises(ModelError, match=r"test_plan.py:\d+: return output if float(?s:.*)looks at the values"):
         dry_run(text_task(model=Looks), Layout("single"), RunConfig(batch_size=2, device="cpu"))
 
 

@@ -5,6 +5,7 @@ Nothing here knows how a strategy works.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from rung.batches import Batches, Window
 from rung.config import RunConfig
 from rung.errors import ModelError
 from rung.parallel.materialize import is_absent
+from rung.parallel.rehearsal import user_line
 from rung.planner.repeat import Repeats
 from rung.runtime import build_runtime
 from rung.runtime.forward import map_tensors
@@ -66,9 +68,10 @@ def dry_run(
             runtime = build_runtime(task, world, config, total_steps=2, status=status)
             return take_two_steps(runtime, world, status, batches, repeats)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            line = user_line(traceback.extract_tb(error.__traceback__))
             raise ModelError(
-                f"{task.name}: the model or the loss looks at the values of tensors ({error}), and in a pretended step "
-                "there are none. `rung train` can run it; it cannot be planned."
+                f"{line or task.name}\nthe model or the loss looks at the values of tensors here ({error}), and in a "
+                "pretended step there are none. `rung train` can run it; it cannot be planned."
             ) from error
 
 
