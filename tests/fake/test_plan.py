@@ -23,7 +23,8 @@ from rung.planner.estimate import Estimate, Estimator, Memory
 from rung.planner.hardware import devices, links, parse_cluster
 from rung.planner.kernels import measure_kernels
 from rung.planner.memory import MIB, CachingAllocator, find_peak
-from rung.planner.plan import choose, least_state, make_plan
+from rung.planner.plan import choose, make_plan
+from rung.planner.search import least_state
 from rung.planner.shorten import count_blocks, shortened
 from rung.runtime import build_runtime
 from rung.status import StatusWriter

@@ -7,7 +7,7 @@ from typing import Any
 
 from rung.compare.variants import REFERENCE, Variant
 from rung.planner.candidates import rung_of
-from rung.planner.plan import WORTH_IT
+from rung.planner.search import WORTH_IT
 from rung.sizes import human_bytes, human_seconds
 from rung.strategy import Layout
 

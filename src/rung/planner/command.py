@@ -17,6 +17,7 @@ from rung.errors import ConfigError
 from rung.planner.estimate import Estimate
 from rung.planner.hardware import parse_cluster
 from rung.planner.plan import Plan, make_plan
+from rung.planner.together import Source
 from rung.sizes import human_bytes, human_seconds
 from rung.task import load_task
 
@@ -60,6 +61,7 @@ def plan_command(
             config,
             there,
             only=config.strategy,
+            source=Source(path, resolved.arguments),
             tell=lambda text: shown.update(f"planning {task.name}: {text}"),
         )
     if as_json:

@@ -32,6 +32,11 @@ class Memory:
     state: dict[str, int]
     rank: int
 
+    @property
+    def of_samples(self) -> int:
+        """What grows with the samples of a micro-batch."""
+        return self.by_kind.get("activations", 0) + self.by_kind.get("temporary", 0)
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -57,6 +62,7 @@ class Estimator:
         self.task, self.config, self.cluster, self.num_blocks = task, config, cluster, num_blocks
         self._proofs: dict[Any, Any] = {}
         self._shortened: dict[int, Task] = {}
+        self._per_sample: dict[tuple[Any, str], float] = {}
         self._repeats = Repeats() if config.schedule != "zb" else None  # which takes a block's backward apart
         data = task.train_data()
         if hasattr(data, "__getitem__"):
@@ -69,7 +75,13 @@ class Estimator:
         # Once all stages are busy, each micro-batch more takes the same.
         traced = min(count, layout.pp + 2 if layout.pp > 1 else _TRACED)
         whole = self._whole(layout, checkpointing, micro_batch, traced, count - traced)
+        self._per_sample[_like(layout), checkpointing] = whole.memory.of_samples / micro_batch
         return replace(whole, num_micro_batches=count)
+
+    def may_fit(self, layout: Layout, checkpointing: str, micro_batch: int, state: int) -> bool:
+        """Whether a micro-batch may fit beside the state, by what one took under a layout like this."""
+        each = self._per_sample.get((_like(layout), checkpointing), 0.0)
+        return state + 0.9 * each * micro_batch <= self.cluster.device.memory
 
     def _whole(self, layout: Layout, checkpointing: str, micro_batch: int, count: int, repeated: int) -> Estimate:
         """With all blocks: traced, or added up from fewer of them."""
@@ -125,6 +137,11 @@ class Estimator:
             kinds["workspaces"] = sum(spaces.values())
         process = reserved + device.context + groups * device.communicator
         return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank)
+
+
+def _like(layout: Layout) -> tuple[Any, ...]:
+    """Layouts under which a sample takes about the same memory."""
+    return layout.pp, layout.tp, layout.schedule
 
 
 def _fullest(memories: Sequence[Memory]) -> Memory:

@@ -1,8 +1,7 @@
 """The search: which layouts of a cluster can train a task, what each costs, and which one to take.
 
-Layouts whose parameters, gradients and optimizer state alone do not fit are left out before anything is traced. For
-each of the others the largest micro-batch that fits is sought, first with all activations kept, then recomputed.
-The recommendation is the quickest layout, or one further down the ladder that is nearly as quick.
+`search.py` looks at layouts, `together.py` lets several processes do so. The recommendation is the quickest layout, or
+one further down the ladder that is nearly as quick.
 """
 
 from __future__ import annotations
@@ -12,28 +11,20 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rung.config import RunConfig
-from rung.errors import ModelError, RungError
+from rung.errors import ModelError
 from rung.planner.advice import Advice, best_of, plain_ddp, try_compression, waiting_share
-from rung.planner.candidates import layouts_for, micro_batches_for, named_layout, rung_of
+from rung.planner.candidates import layouts_for, named_layout, rung_of
 from rung.planner.estimate import Estimate, Estimator
 from rung.planner.hardware import Cluster
+from rung.planner.search import WORTH_IT, Rejected, gib, search
 from rung.planner.shorten import count_blocks
+from rung.planner.together import FEW, Source, search_together
 from rung.sizes import human_bytes, human_seconds
 from rung.strategy import Layout
 from rung.task import Task
 
-WORTH_IT = 0.05  # a gain below this is not worth a higher rung
 # Settings of how ddp exchanges gradients, which one device refuses.
 _OF_EXCHANGE = ("compress", "topk_values", "compress_warmup", "local_steps", "outer", "outer_lr", "outer_momentum")
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A layout that cannot be, and why."""
-
-    layout: Layout
-    reason: str
-    needs: int | None = None  # bytes of a device with which it could be
 
 
 @dataclass(frozen=True)
@@ -103,9 +94,13 @@ def make_plan(
     *,
     only: str | None = None,
     advises: bool = True,
+    source: Source | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Look at every sensible layout of the cluster, or at `only` one; if it `advises`, also at compressed gradients."""
+    """Look at every sensible layout of the cluster, or at `only` one; if it `advises`, also at compressed gradients.
+
+    With the `source` of the task, many layouts are looked at by several processes.
+    """
     tell = tell or (lambda text: None)
     asked = [named_layout(only, cluster, config.schedule)] if only is not None else None
     num_blocks = count_blocks(task)
@@ -113,18 +108,16 @@ def make_plan(
     tell("the whole model on one device")
     whole = _whole_model(estimator)
     state = {**whole.memory.state, "gradients": whole.memory.state["parameters"]}
-    rows: list[Estimate] = []
-    rejected: list[Rejected] = []
     layouts = asked if asked is not None else list(layouts_for(cluster, num_blocks))
-    for number, layout in enumerate(layouts):
-        tell(f"{layout.name} ({number + 1} of {len(layouts)})")
-        why_not = cannot_win(layout, rows) if asked is None else None
-        if why_not is not None:
-            rejected.append(Rejected(layout, why_not))
-            continue
-        found = _look_at(layout, estimator, config, cluster, state)
-        rows += found if isinstance(found, list) else []
-        rejected += [found] if isinstance(found, Rejected) else []
+    if source is not None and len(layouts) > FEW:
+        found = search_together(source, config, cluster, layouts, state, tell)
+    else:
+        found = []
+        for one in search(estimator, layouts, state, prunes=asked is None):
+            found.append(one)
+            tell(f"{one.layout.name} ({len(found)} of {len(layouts)})")
+    rows = [row for one in found for row in one.rows]
+    rejected = [one.rejected for one in found if one.rejected is not None]
     rows.sort(key=lambda row: row.time.seconds)
     chosen = choose(rows)
     plan = Plan(
@@ -154,94 +147,6 @@ def _whole_model(estimator: Estimator) -> Estimate:
         return looks.estimate(Layout("single"), "none", 1)
 
 
-def _look_at(
-    layout: Layout, estimator: Estimator, config: RunConfig, cluster: Cluster, state: dict[str, int]
-) -> list[Estimate] | Rejected:
-    if layout.num_data_ranks > config.batch_size:
-        return Rejected(
-            layout,
-            f"a batch of {config.batch_size} is less than a sample for each of {layout.num_data_ranks} data ranks",
-        )
-    least = least_state(layout, state)
-    if least > cluster.device.memory:
-        return Rejected(
-            layout, f"parameters, gradients and optimizer state alone are {_gib(least)} on a device", needs=least
-        )
-    share = max(1, config.batch_size // layout.num_data_ranks)
-    found: list[Estimate] = []
-    closest: Estimate | None = None
-    modes = ("none", "full") if config.activation_checkpointing == "none" else (config.activation_checkpointing,)
-    for mode in modes:
-        sizes = micro_batches_for(layout, share) if config.micro_batch is None else [config.micro_batch]
-        while sizes:
-            try:
-                estimate = estimator.estimate(layout, mode, sizes[0])
-            except RungError as error:
-                if mode != modes[0]:
-                    break  # not every model can be computed again; what was found without that stands
-                return Rejected(layout, str(error))
-            if estimate.fits(cluster):
-                found.append(estimate)
-                break
-            closest = estimate if closest is None or estimate.memory.process < closest.memory.process else closest
-            sizes = _smaller(sizes, estimate, cluster)
-        if found and found[-1].micro_batch == micro_batches_for(layout, share)[0]:
-            break  # recomputing would only cost time
-    if found:
-        return found
-    assert closest is not None
-    return Rejected(
-        layout,
-        f"needs {_gib(closest.memory.process)} on a device, with {_plural(closest.micro_batch, 'sample')} at a time"
-        f"{' and activations recomputed' if closest.checkpointing == 'full' else ''}",
-        needs=closest.memory.process,
-    )
-
-
-def cannot_win(layout: Layout, rows: list[Estimate]) -> str | None:
-    """Why a pipeline need not be looked at, from layouts that were.
-
-    Stages take messages between shards away, and nothing else: if the same without stages would be too slow even if
-    messages took no time, it is too slow with them. And if twice as many stages were slower before, so are more.
-    """
-    if layout.pp == 1 or not rows:
-        return None
-    best = min(rows, key=lambda row: row.time.seconds)
-    kin = {row.layout.pp: row for row in reversed(rows) if _family(row.layout) == _family(layout)}
-    flat = kin.get(1)
-    if flat is not None:
-        least = flat.time.seconds - flat.time.messages
-        if least > best.time.seconds:
-            return f"computing alone takes {human_seconds(least)}; {best.layout.name} takes {_seconds(best)} in all"
-    fewer, fewest = kin.get(layout.pp // 2), kin.get(layout.pp // 4)
-    if fewer is not None and fewest is not None and fewer.time.seconds > fewest.time.seconds * (1 + WORTH_IT):
-        return f"{fewer.layout.name} is slower than {fewest.layout.name} already"
-    return None
-
-
-def _family(layout: Layout) -> tuple[int, int, bool]:
-    """Layouts that differ in their stages alone."""
-    return layout.tp, layout.zero, layout.dp_replicate > 1 and layout.dp_shard > 1
-
-
-def _smaller(sizes: list[int], tried: Estimate, cluster: Cluster) -> list[int]:
-    """The sizes that may fit: what grows with the samples is about proportional to them."""
-    kinds = tried.memory.by_kind
-    grows = kinds.get("activations", 0) + kinds.get("temporary", 0)
-    fixed = tried.memory.process - grows
-    left = [size for size in sizes[1:] if fixed + grows * size / tried.micro_batch * 0.9 <= cluster.device.memory]
-    return left or sizes[-1:] if sizes[0] != sizes[-1] else []
-
-
-def least_state(layout: Layout, state: dict[str, int]) -> int:
-    """No rank can hold less: what `zero` says is cut among the shards, the rest among stages and tensor parts."""
-    cut = layout.pp * layout.tp
-    parts = {"parameters": 3, "gradients": 2, "optimizer": 1}
-    return sum(
-        state.get(name, 0) // (cut * (layout.dp_shard if layout.zero >= stage else 1)) for name, stage in parts.items()
-    )
-
-
 def choose(rows: list[Estimate]) -> Estimate | None:
     """The quickest, or one on a lower rung that is less than 5 % slower."""
     if not rows:
@@ -256,7 +161,7 @@ def explain_choice(plan: Plan, chosen: Estimate | None) -> list[str]:
     if chosen is None:
         return _nothing_fits(plan)
     layout, cluster = chosen.layout, plan.cluster
-    has, uses = _gib(cluster.device.memory), _gib(chosen.memory.process)
+    has, uses = gib(cluster.device.memory), gib(chosen.memory.process)
     alone = next((row for row in plan.rows if row.layout.name == "single"), None)
     without = next((one for one in plan.rejected if one.layout.name == "single"), None)
     lines = []
@@ -338,7 +243,7 @@ def _on_compression(plan: Plan, chosen: Estimate) -> list[str]:
 def _why_sharded(plan: Plan, uses: str, has: str) -> str:
     whole = [one for one in plan.rejected if one.layout.name in ("ddp", "single") and one.needs is not None]
     if whole:
-        needed = _gib(min(one.needs or 0 for one in whole))
+        needed = gib(min(one.needs or 0 for one in whole))
         return f"needs {needed} on a device without sharding, which has {has}; here {uses}."
     if any(row.layout.name in ("ddp", "single") for row in plan.rows):
         return f"quicker than whole copies of the model, and {uses} of {has}."
@@ -354,13 +259,13 @@ def _nothing_fits(plan: Plan) -> list[str]:
     need, has = least.needs or 0, plan.cluster.device.memory
     lines = [
         f"nothing fits {plan.cluster.describe()}.",
-        f"The least is {least.layout.name}: {least.reason}; a device has {_gib(has)}.",
+        f"The least is {least.layout.name}: {least.reason}; a device has {gib(has)}.",
     ]
     total = sum(plan.state.values())
     devices = max(plan.cluster.num_devices + 1, -(-total // max(1, int(has * 0.6))))
     lines.append(
-        f"It takes devices of {_gib(need)}, or about {devices} of these: parameters, gradients and optimizer state are "
-        f"{_gib(total)} in all."
+        f"It takes devices of {gib(need)}, or about {devices} of these: parameters, gradients and optimizer state are "
+        f"{gib(total)} in all."
     )
     if plan.cluster.device.kind == "cuda":
         lines.append(
@@ -368,10 +273,6 @@ def _nothing_fits(plan: Plan) -> list[str]:
             "step then takes is not planned."
         )
     return lines
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def _times(ratio: float) -> str:
@@ -383,7 +284,3 @@ def _times(ratio: float) -> str:
 def _seconds(row: Estimate) -> str:
     seconds = row.time.seconds
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
