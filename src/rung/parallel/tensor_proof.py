@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ from rung.parallel.tensor_layers import can_be_cut, is_conv1d, is_linear, is_nor
 Points = dict[str, tuple[int | str, ...]]
 
 _SHORT_BATCH, _SHORT_LENGTH = 2, 8
+_PERIOD = (
+    2**20 - 3
+)  # after so many numbers they come again: drawing takes long, and no row is like another, as it is odd
 # Modules that draw random numbers or look at the whole batch in training; the code around them is what is tried.
 _DIFFERENT_IN_TRAINING = (
     nn.modules.dropout._DropoutNd,
@@ -354,7 +358,9 @@ def _random(like: Tensor, shape: Sequence[int], generator: torch.Generator, flag
     if like.is_complex():
         return torch.randn(tuple(shape), generator=generator, dtype=torch.complex64)
     if like.is_floating_point():
-        return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+        size = math.prod(shape)
+        few = torch.randn(min(size, _PERIOD), generator=generator, dtype=torch.float32)
+        return few.repeat(-(-size // _PERIOD) or 1)[:size].reshape(tuple(shape))
     return torch.full(tuple(shape), flag, dtype=like.dtype)  # of numbers: 1 is a place in any table, and no mask
 
 
