@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 from rich.console import Console
 
 import rung.compare.run
+from rung.compare.command import Asked, _refuse
 from rung.compare.measure import RankFigures, take_run
-from rung.compare.rows import fill_up, loss_difference, make_row, without_infinities
+from rung.compare.rows import fill_up, loss_difference, make_row, prediction_error, without_infinities
 from rung.compare.run import Bench, reason_of
 from rung.compare.spans import Span, hidden_seconds, spans_of_step
 from rung.compare.variants import choose_variants, make_variant
@@ -128,6 +131,8 @@ def test_kinds_add_up_to_the_whole() -> None:
 def test_losses_are_compared_step_by_step() -> None:
     assert loss_difference([[1, 2.0], [2, 1.0]], [[1, 2.0], [2, 1.25]]) == pytest.approx(0.2)
     assert loss_difference([[1, 2.0]], [[1, 2.0], [2, 1.25]]) is None
+    lost = loss_difference([[1, 2.0], [2, float("nan")]], [[1, 2.0], [2, 1.25]])
+    assert lost is not None and math.isnan(lost)  # not the difference of the steps before
     assert without_infinities({"a": [float("nan"), 1.0], "b": float("inf")}) == {"a": [None, 1.0], "b": None}
 
 
@@ -148,6 +153,27 @@ def test_a_row_leaves_the_warm_up_out_and_shows_the_spread() -> None:
     assert row["losses"][1] == [2, 0.5]
     assert row["communication"]["exposed_seconds"] == pytest.approx(0.005)
     assert [sum(rank["kinds"].values()) for rank in row["memory"]] == [100, 100]
+
+
+def test_a_batch_that_the_data_do_not_fill_counts_its_samples() -> None:
+    alone = figures(0, [1.0, 2.0, 2.0])
+    short = [replace(one, samples=3 * one.step) for one in alone.records]
+    row = make_row(
+        make_variant("single", 1, CONFIG), [[replace(alone, records=short)]], [10.0], [], warmup=1, on_gpu=False
+    )
+    assert row["samples_per_second"]["median"] == pytest.approx(1.5)
+
+
+def test_each_predicted_figure_has_its_error() -> None:
+    row = {
+        "predicted": {"step_seconds": None, "peak_bytes": 110, "bytes_per_step": 0},
+        "step_seconds": {"median": 1.0},
+        "memory": [{"peak_bytes": 50}, {"peak_bytes": 100}],
+        "bytes_per_step": 0,
+    }
+    error = prediction_error(row)
+    assert error == {"step_seconds": None, "peak_bytes": pytest.approx(0.1), "bytes_per_step": 0.0}
+    assert prediction_error({**row, "predicted": None}) is None
 
 
 def test_a_slow_rank_is_in_the_row_with_its_phase() -> None:
@@ -187,7 +213,7 @@ def test_strategies_take_turns_and_one_that_fails_leaves(monkeypatch: pytest.Mon
 
 def test_a_failure_is_told_in_a_line() -> None:
     trace = 'Traceback (most recent call last):\n  File "x.py", line 3\nRuntimeError: sizes\ndo not match\n'
-    assert reason_of(CrewFailed(0, "failed", trace), 1) == "it: RuntimeError: sizes do not match"
+    assert reason_of(CrewFailed(0, "failed", trace), 1) == "RuntimeError: sizes do not match"
     memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     assert reason_of(CrewFailed(1, "failed", memory), 2).startswith("rank 1: OutOfMemoryError: CUDA out of memory")
     assert "out of memory" in reason_of(CrewFailed(1, "was ended by SIGKILL"), 2)
@@ -200,6 +226,7 @@ def rows_of(**seconds: float) -> list[dict[str, Any]]:
     return [
         {
             "strategy": name,
+            "ranks": 1 if name == "single" else 2,
             "status": "ok",
             "step_seconds": {"median": one},
             "speedup": seconds["single"] / one,
@@ -222,6 +249,29 @@ def test_a_lower_rung_is_recommended_when_a_higher_gains_little() -> None:
     assert alone["strategy"] == "single" and alone["sentence"].startswith("One process is the quickest of 3")
 
 
+def test_what_failed_beside_one_that_ran_is_told() -> None:
+    variants = choose_variants(["single", "ddp"], 2, CONFIG)
+    rows = [*rows_of(single=0.1), {"strategy": "ddp", "status": "failed", "reason": "no"}]
+    verdict = make_verdict(rows, variants)
+    assert verdict["sentence"] == "One process takes 100 ms a step; the other failed."
+
+
+def test_losses_that_are_no_numbers_are_told_with_the_recommendation() -> None:
+    rows = rows_of(single=0.2, ddp=0.1)
+    rows[1]["losses"] = [[1, 2.0], [2, None]]
+    assert "not all numbers" in make_verdict(rows, choose_variants(["single", "ddp"], 2, CONFIG))["recommendation"]
+
+
+def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "page.html").mkdir()
+    with pytest.raises(ConfigError, match=r"page\.html cannot be written"):
+        _refuse(Asked("task.py", out=str(tmp_path / "page.html")))
+    kept = tmp_path / "kept.json"
+    kept.write_text("as it was")
+    _refuse(Asked("task.py", out=str(tmp_path / "new.html"), json_file=str(kept)))
+    assert kept.read_text() == "as it was" and not (tmp_path / "new.html").exists()
+
+
 def test_when_all_fail_there_is_no_recommendation() -> None:
     variants = choose_variants(["single", "ddp"], 2, CONFIG)
     rows = [{"strategy": one.text, "status": "failed", "reason": "no"} for one in variants]
@@ -235,4 +285,11 @@ def test_the_table_fits_and_says_what_failed_and_who_is_slow(capsys: pytest.Capt
         assert "…" not in text
         assert "tp2 failed: RuntimeError" in text and "is slow" in text
     assert "predicted" in text and "█" in text
+    for error in ("(+10 %)", "(-2 %)", "(+0 %)"):  # of the time, the memory and the bytes
+        assert error in text
+    assert "ps-async: the planner knows nothing of servers" in text
+    lost = sample()
+    lost["rows"][1]["losses"][-1][1], lost["rows"][1]["largest_difference"]["loss"] = None, None
+    show(lost, Console(width=200, highlight=False))
+    assert "no number" in capsys.readouterr().out
     assert bar(1.0) == "█" * 10 and bar(0.0) == "" and bar(0.05) == "▌"

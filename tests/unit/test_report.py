@@ -137,7 +137,10 @@ def test_markdown_has_the_figures_and_the_failures() -> None:
     assert any(line.startswith("| `ps-async` | 8 | **64 ms** |") for line in lines)
     (failed,) = [line for line in lines if line.startswith("- `tp2` failed")]
     assert "<script>" not in failed and r"\<script\>" in failed
-    assert any(line == "| `ddp` | 79.2 ms / 72 ms | 132 MiB / 135 MiB | 24 MiB / 24 MiB |" for line in lines)
+    assert any(
+        line == "| `ddp` | 79.2 ms / 72 ms (+10 %) | 132 MiB / 135 MiB (\N{MINUS SIGN}2 %) | 24 MiB / 24 MiB (+0 %) |"
+        for line in lines
+    )
     assert "- ps-async: the planner knows nothing of servers" in lines
 
 
@@ -151,7 +154,7 @@ def test_what_could_not_be_predicted_is_said_once(tmp_path: Path) -> None:
     for row in data["rows"][3:5]:
         row["predicted"]["step_seconds"] = None
     assert set(re.findall(r'id="predicted-(\w+)"', as_page(data))) == {"peak", "sent"}
-    assert "| `ddp` | - / 72 ms | 132 MiB / 135 MiB |" in as_markdown(data)
+    assert "| `ddp` | - / 72 ms | 132 MiB / 135 MiB (\N{MINUS SIGN}2 %) |" in as_markdown(data)
 
 
 def test_a_comparison_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -219,6 +222,27 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     page = as_page(data)
     assert set(re.findall(r'<figure id="([\w-]+)"', page)) == {"throughput", "kept", "losses", "slow"}
     assert "no fullest moment by kind" in page
+
+
+def test_a_run_without_an_end_is_said_to_have_none(tmp_path: Path) -> None:
+    runs = [_run(tmp_path / "a", "single", 1, 0.1), _run(tmp_path / "b", "fsdp", 2, 0.05)]
+    lines = (runs[1] / "metrics.jsonl").read_text().replace("circle", "square").splitlines(keepends=True)
+    (runs[1] / "metrics.jsonl").write_text("".join(lines[:5]))
+    data = read_all(runs)
+    notes = data["notes"]
+    assert [row["speedup"] for row in data["rows"]] == [None, None]
+    assert any("run b has no end" in note and "is 4" in note for note in notes)
+    assert not any("run a" in note for note in notes)
+    assert any("different tasks: circle, square" in note for note in notes)
+
+
+def test_the_directory_of_a_comparison_stands_for_it(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "comparison.json").write_text(json.dumps(sample()))
+    assert read_all([tmp_path / "first"]) == sample()
+    names = [row["strategy"] for row in read_all([tmp_path / "first", tmp_path / "second"])["rows"]]
+    assert "single (first)" in names and "single (second)" in names
 
 
 def test_runs_that_differ_are_said_to(tmp_path: Path) -> None:

@@ -59,13 +59,13 @@ def compare_command(asked: Asked) -> int:
     from rung.report import as_markdown, write_page
 
     show(document, console)
-    write_page(document, Path(asked.out))
+    console.print(f"\nruns: {folder}/", soft_wrap=True, markup=False)
     if asked.json_file is not None:
-        Path(asked.json_file).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        _write(asked.json_file, json.dumps(document, indent=1) + "\n")
     if asked.markdown is not None:
-        Path(asked.markdown).write_text(as_markdown(document), encoding="utf-8")
-    console.print(f"\nruns: {folder}/", soft_wrap=True)
-    console.print(f"page: {asked.out}", soft_wrap=True)
+        _write(asked.markdown, as_markdown(document))
+    write_page(document, Path(asked.out))
+    console.print(f"page: {asked.out}", soft_wrap=True, markup=False)
     return 0 if any(row["status"] == "ok" for row in document["rows"]) else 1
 
 
@@ -138,6 +138,7 @@ def _measure(
                 f"{one.variant.text}: its memory and messages could not be told apart: {one.not_looked}",
                 style="yellow",
                 soft_wrap=True,
+                markup=False,
             )
     document = {
         "format": FORMAT,
@@ -160,7 +161,7 @@ def _measure(
         "rows": rows,
         "verdict": make_verdict(rows, variants),
     }
-    keep_rows(found, document)
+    keep_rows(found, document, folder)
     return document, folder
 
 
@@ -181,6 +182,7 @@ def _predict(rows: list[dict[str, Any]], found: list[Any], task: Task, device: s
     import torch
 
     from rung.compare.predict import Predictor
+    from rung.compare.rows import prediction_error
     from rung.planner.auto import recorded_cluster
 
     data = task.train_data()
@@ -192,6 +194,7 @@ def _predict(rows: list[dict[str, Any]], found: list[Any], task: Task, device: s
         if row["status"] == "ok":
             cluster = recorded_cluster(one.variant.num_ranks, on_gpu=device == "cuda")
             row.update(predictor.predict(one.variant, cluster).as_json())
+            row["prediction_error"] = prediction_error(row)
 
 
 def _refuse(asked: Asked) -> None:
@@ -205,6 +208,27 @@ def _refuse(asked: Asked) -> None:
             raise ConfigError(f"{flag} {name}: it is a file whose name ends with {ending}.")
         if not Path(name).resolve().parent.is_dir():
             raise ConfigError(f"{flag} {name}: there is no directory {Path(name).parent}.")
+        _try_to_write(flag, Path(name))
+
+
+def _try_to_write(flag: str, file: Path) -> None:
+    """What cannot be written is said before anything is measured. A file that is there stays as it is."""
+    is_new = not file.exists()
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{flag} {file} cannot be written: {error.strerror}. Name another file.") from None
+    if is_new:
+        file.unlink()
+
+
+def _write(name: str, words: str) -> None:
+    try:
+        Path(name).write_text(words, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{name} cannot be written: {error.strerror}. `rung report` makes it anew from the directory of the runs."
+        ) from None
 
 
 def _num_ranks(config: RunConfig) -> int:

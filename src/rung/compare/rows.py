@@ -11,6 +11,7 @@ import numpy as np
 
 from rung.compare.measure import KINDS, Look, RankFigures
 from rung.compare.variants import Variant
+from rung.metrics import StepRecord
 from rung.pulse import PHASES, Peers
 
 _GROUPS = 6  # of steps, in most of which a rank must be slow to be called so
@@ -36,7 +37,7 @@ def make_row(
     steps = [[r.step_seconds for r in ranks[0].records if r.step > warmup] for ranks in runs]
     seconds = sorted(value for one in steps for value in one)
     times = {"median": statistics.median(seconds), "low": _percentile(seconds, 10), "high": _percentile(seconds, 90)}
-    batch = variant.config.batch_size
+    batch = _samples_of_a_step(variant, runs[0][0].records, warmup)
     first = [max(rank.first_step_at for rank in ranks) - start for ranks, start in zip(runs, started, strict=True)]
     waits = [r.data_wait_seconds for ranks in runs for r in ranks[0].records if r.step > warmup]
     messages = _messages(variant, runs, looks)
@@ -64,7 +65,37 @@ def make_row(
         "slow": _slow(variant, runs, warmup),
         "predicted": None,
         "not_predicted": None,
+        "prediction_error": None,
     }
+
+
+def prediction_error(row: Mapping[str, Any]) -> dict[str, float | None] | None:
+    """By which share of what was measured each predicted figure is off; None where there is nothing to compare."""
+    said = row.get("predicted")
+    if said is None:
+        return None
+    was = {
+        "step_seconds": row["step_seconds"]["median"],
+        "peak_bytes": max(rank["peak_bytes"] for rank in row["memory"]),
+        "bytes_per_step": row["bytes_per_step"],
+    }
+    return {key: _error(said.get(key), measured) for key, measured in was.items()}
+
+
+def _error(said: float | None, was: float) -> float | None:
+    if said is None or (not was and said):
+        return None
+    return said / was - 1 if was else 0.0
+
+
+def _samples_of_a_step(variant: Variant, records: Sequence[StepRecord], warmup: int) -> float:
+    """Those of a measured step on average: a small data set does not fill its batches."""
+    assert variant.layout is not None
+    before = next((one.samples for one in reversed(records) if one.step <= warmup), 0)
+    measured = [one for one in records if one.step > warmup]
+    if variant.layout.kind == "ps-async" or not measured:
+        return variant.config.batch_size
+    return (measured[-1].samples - before) / len(measured)
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
@@ -178,7 +209,8 @@ def loss_difference(losses: Sequence[Sequence[float]], reference: Sequence[Seque
     pairs = list(zip(losses, reference, strict=False))
     if len(losses) != len(reference) or not pairs:
         return None
-    return max(abs(own[1] - other[1]) / max(abs(other[1]), 1e-12) for own, other in pairs)
+    found = [abs(own[1] - other[1]) / max(abs(other[1]), 1e-12) for own, other in pairs]
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def without_infinities(value: Any) -> Any:

@@ -17,6 +17,7 @@ from rung.launch.crew import CrewFailed, on_ranks
 from rung.train import Job
 
 ROW_FILE = "comparison-row.json"
+WHOLE_FILE = "comparison.json"
 _WEIGHTS = "model.safetensors"
 _LOOK_STEPS = 12
 _LONGEST_REASON = 400
@@ -137,12 +138,13 @@ class Bench:
         return make_row(one.variant, one.runs, one.started, one.looks, warmup=self.warmup, on_gpu=self.on_gpu)
 
 
-def keep_rows(found: list[Measured], document: dict[str, Any]) -> None:
-    """In each run's directory, the comparison as far as it is about this run."""
+def keep_rows(found: list[Measured], document: dict[str, Any], folder: Path) -> None:
+    """The comparison in the directory of all runs; in that of each, as far as it is about this run."""
+    (folder / WHOLE_FILE).write_text(json.dumps(document, indent=1) + "\n")
     for one, row in zip(found, document["rows"], strict=True):
-        for folder in one.folders:
+        for own in one.folders:
             told = {**document, "rows": [row]}
-            (folder / ROW_FILE).write_text(json.dumps(told, indent=1) + "\n")
+            (own / ROW_FILE).write_text(json.dumps(told, indent=1) + "\n")
 
 
 def file_name(text: str) -> str:

@@ -62,7 +62,8 @@ def _sentence(done: Sequence[dict[str, Any]], quickest: dict[str, Any], count: i
     of = f"of {len(done)}" + (f" that ran ({count - len(done)} failed)" if len(done) < count else "")
     speedup = quickest["speedup"]
     if len(done) == 1:
-        text = f"{name} takes {step} a step"
+        failed = {1: "", 2: "; the other failed"}.get(count, f"; the {count - 1} others failed")
+        text = f"{_name(quickest)} takes {step} a step{failed}"
     elif name == REFERENCE:
         text = f"one process is the quickest {of}, with {step} a step"
     elif speedup is None:
@@ -105,7 +106,9 @@ def _recommendation(chosen: dict[str, Any], quickest: dict[str, Any], done: Sequ
         share = 100 * (1 - fullest(leanest) / fullest(chosen))
         text += f" If memory is what you lack, {_name(leanest)} needs {share:.0f} % less of it."
     difference = chosen["largest_difference"]["loss"]
-    if difference is not None and difference > _FAR:
+    if any(loss is None for _, loss in chosen.get("losses", ())):
+        text += " Mind that its losses are not all numbers."
+    elif difference is not None and difference > _FAR:
         text += f" Mind that its losses differ from those of one process by up to {100 * difference:.0f} %."
     return text
 

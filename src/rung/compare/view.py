@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rung.compare.rows import prediction_error
 from rung.compare.verdict import fullest
-from rung.sizes import human_bytes, human_seconds, human_size
+from rung.sizes import human_bytes, human_seconds
 
 _BAR = 10  # characters
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -29,17 +31,17 @@ _COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("data wait", "right", 6),
     ("first step", "right", 7),
     ("loss off by", "right", 2),
-    ("predicted", "right", 5),
 )
 
 
 def show(document: dict[str, Any], console: Console) -> None:
     """All of it, for a person."""
     settings = document["settings"]
+    length = "1 step" if settings["steps"] == 1 else f"{settings['steps']} steps"
     often = "once each" if settings["repeats"] == 1 else f"{settings['repeats']} times each"
     console.print(
         Text(
-            f"{document['task']}: {settings['steps']} steps of {settings['batch_size']} samples in "
+            f"{document['task']}: {length} of {settings['batch_size']} samples in "
             f"{settings['precision']}, {often}, the first {settings['warmup']} left out",
             style="bold",
         )
@@ -47,6 +49,7 @@ def show(document: dict[str, Any], console: Console) -> None:
     console.print(f"on {document['machine']['device_name']}", style="dim")
     console.print()
     console.print(_fitting_table(document, console))
+    _show_predictions(document["rows"], console)
     for row in document["rows"]:
         for slow in row.get("slow") or []:
             own, others = human_seconds(slow["seconds"]), human_seconds(slow["others_seconds"])
@@ -61,6 +64,35 @@ def show(document: dict[str, Any], console: Console) -> None:
     verdict = document["verdict"]
     console.print(Text(verdict["sentence"], style="bold"), soft_wrap=True)
     console.print(Text(verdict["recommendation"], style="green"), soft_wrap=True)
+
+
+def _show_predictions(rows: list[dict[str, Any]], console: Console) -> None:
+    """What the planner said, each with how far it was off; and why it said nothing, once."""
+    told = [row for row in rows if row.get("predicted")]
+    if told:
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+        table.add_column("predicted", no_wrap=True)
+        for name in ("step", "memory", "sent"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in told:
+            said, error = row["predicted"], prediction_error(row) or {}
+            shown = (("step_seconds", human_seconds), ("peak_bytes", human_bytes), ("bytes_per_step", human_bytes))
+            cells = [_with_error(said.get(key), error.get(key), show_one) for key, show_one in shown]
+            table.add_row(row["strategy"], *cells)
+        console.print()
+        console.print(table)
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("not_predicted"):
+            reasons.setdefault(row["not_predicted"], []).append(row["strategy"])
+    for reason, names in reasons.items():
+        console.print(Text(f"{', '.join(names)}: {reason}", style="dim"), soft_wrap=True)
+
+
+def _with_error(said: float | None, error: float | None, show_one: Callable[[Any], str]) -> str:
+    if said is None:
+        return "-"
+    return show_one(said) if error is None else f"{show_one(said)} ({100 * error:+.0f} %)"
 
 
 def _fitting_table(document: dict[str, Any], console: Console) -> Table:
@@ -107,21 +139,17 @@ def _cells(row: dict[str, Any], most_rate: float, most_memory: float) -> list[st
         f"{row['speedup']:.2f} x" if row["speedup"] is not None else "-",
         human_bytes(fullest(row)),
         bar(fullest(row) / most_memory),
-        human_size(sent) if sent else "-",
+        human_bytes(sent) if sent else "-",
         f"{100 * communication['exposed_share']:.0f} %" if communication["seconds"] else "-",
         human_seconds(row["data_wait_seconds"]),
         human_seconds(row["first_step_seconds"]),
-        f"{difference:.1e}" if difference is not None else "-",
-        _predicted(row),
+        f"{difference:.1e}" if difference is not None else "no number" if _is_lost(row) else "-",
     ]
 
 
-def _predicted(row: dict[str, Any]) -> str:
-    """The planner's time of a step, and by how much it is off."""
-    seconds = (row["predicted"] or {}).get("step_seconds")
-    if seconds is None:
-        return "-"
-    return f"{human_seconds(seconds)} ({100 * (seconds / row['step_seconds']['median'] - 1):+.0f} %)"
+def _is_lost(row: dict[str, Any]) -> bool:
+    """Whether a loss is no number, so that nothing can be compared."""
+    return any(loss is None for _, loss in row["losses"])
 
 
 def bar(share: float) -> str:

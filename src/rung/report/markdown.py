@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rung.report.data import Comparison, Row, read_comparison
-from rung.report.marks import told_bytes, told_seconds
+from rung.report.marks import signed_share, told_bytes, told_seconds
 from rung.report.table import Column, best_of, known_columns
 from rung.sizes import human_bytes, human_seconds
 
@@ -80,12 +80,20 @@ def _predictions(rows: Sequence[Row]) -> str:
         if said is None:
             continue
         pairs = (
-            (told_seconds(said.step_seconds), told_seconds(seconds)),
-            (told_bytes(said.peak_bytes), told_bytes(row.peak_bytes)),
-            (told_bytes(said.bytes_per_step), told_bytes(row.bytes_per_step)),
+            (told_seconds(said.step_seconds), told_seconds(seconds), _off(said.step_seconds, seconds)),
+            (told_bytes(said.peak_bytes), told_bytes(row.peak_bytes), _off(said.peak_bytes, row.peak_bytes)),
+            (
+                told_bytes(said.bytes_per_step),
+                told_bytes(row.bytes_per_step),
+                _off(said.bytes_per_step, row.bytes_per_step),
+            ),
         )
-        body.append([f"`{_code(row.strategy)}`", *(f"{before} / {after}" for before, after in pairs)])
+        body.append([f"`{_code(row.strategy)}`", *(f"{before} / {after}{off}" for before, after, off in pairs)])
     return _table(["strategy", "step", "peak memory", "sent"], body)
+
+
+def _off(said: float | None, was: float | None) -> str:
+    return f" ({signed_share(said / was - 1)})" if said is not None and was else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -14,6 +14,7 @@ from rung.report.data import FORMAT, number, read_comparison
 from rung.report.marks import plural, rate, times
 from rung.version import VERSION
 
+_WHOLE_FILE, _ROW_FILE = "comparison.json", "comparison-row.json"  # as `rung compare` names them
 _SETTINGS = ("batch_size", "precision", "seed")
 _NOT_RECORDED = (
     "A run records no fullest moment by kind, no messages and no timeline: `rung compare` measures them and makes the "
@@ -23,10 +24,22 @@ _NOT_RECORDED = (
 
 def read_all(paths: Sequence[Path]) -> dict[str, Any]:
     """One comparison as it is; several, or runs, beside each other."""
-    sources = [(path, _read(path)) for path in paths]
+    sources = [(path, _read(path)) for path in map(_of_comparison, paths)]
     if len(sources) == 1 and sources[0][0].is_file():
         return sources[0][1]
     return _beside(sources)
+
+
+def _of_comparison(path: Path) -> Path:
+    """The directory of a comparison's runs stands for what was measured in them."""
+    whole = path / _WHOLE_FILE
+    return whole if whole.is_file() else path
+
+
+def _name_of(path: Path) -> str:
+    if path.is_file() and path.name not in (_WHOLE_FILE, _ROW_FILE):
+        return path.stem
+    return (path.parent if path.is_file() else path).resolve().name
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -41,7 +54,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} is no JSON file: {error}. Name a run's directory or a JSON file of `rung compare`."
         ) from None
     if not isinstance(data, dict):
-        raise ReportError(f"{path} holds no comparison. `rung compare TASK --out report.json` makes one.")
+        raise ReportError(f"{path} holds no comparison. `rung compare TASK --json report.json` makes one.")
     read_comparison(data)
     return data
 
@@ -61,7 +74,17 @@ def _read_run(folder: Path) -> dict[str, Any]:
         "machine": {"device": starts[-1].get("device")},
         "settings": {key: settings[key] for key in _SETTINGS if key in settings},
         "rows": [_row(starts[-1], lines)],
+        "notes": _unfinished(folder.resolve().name, starts[-1], lines),
     }
+
+
+def _unfinished(name: str, start: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    if any(line["event"] == "end" for line in lines[lines.index(start) :]):
+        return []
+    last = max((int(line["step"]) for line in lines if line["event"] == "step"), default=0)
+    total = start.get("total_steps")
+    of = f" of {total}" if total is not None else ""
+    return [f"The run {name} has no end: it goes on, or it was stopped. Its last step on record is {last}{of}."]
 
 
 def _committed(file: Path) -> list[dict[str, Any]]:
@@ -143,11 +166,14 @@ def _beside(sources: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     names = [row["strategy"] for _, row in rows]
     for path, row in rows:
         if names.count(row["strategy"]) > 1:
-            row["strategy"] = f"{row['strategy']} ({path.stem if path.is_file() else path.resolve().name})"
-    settings, notes = _common([data.get("settings") or {} for _, data in sources])
+            row["strategy"] = f"{row['strategy']} ({_name_of(path)})"
+    settings, differ = _common([data.get("settings") or {} for _, data in sources])
+    notes = [str(note) for _, data in sources for note in data.get("notes") or ()] + differ
     machine, _ = _common([data.get("machine") or {} for _, data in sources])
     tasks = list(dict.fromkeys(str(data.get("task", "")) for _, data in sources))
-    reference = _compare_speed([row for _, row in rows])
+    if len(tasks) > 1:
+        notes.append(f"The runs are of different tasks: {', '.join(tasks)}. Their speeds and losses are not alike.")
+    reference = _compare_speed([row for _, row in rows], is_same_job=len(tasks) == 1)
     if any("timeline" not in row for _, row in rows if row["status"] == "ok"):
         notes.append(_NOT_RECORDED)
     return {
@@ -177,11 +203,11 @@ def _common(dicts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[st
     return same, notes
 
 
-def _compare_speed(rows: Sequence[dict[str, Any]]) -> str:
+def _compare_speed(rows: Sequence[dict[str, Any]], *, is_same_job: bool) -> str:
     """Set each row's speed-up against the run on one process, if there is exactly one."""
     finished = [row for row in rows if row["status"] == "ok" and row.get("samples_per_second")]
     alone = [row for row in finished if row["ranks"] == 1 and row["strategy"].split(" (")[0] == "single"]
-    if len(alone) != 1:
+    if len(alone) != 1 or not is_same_job:
         for row in finished:
             row["speedup"] = None
         return ""

@@ -38,6 +38,12 @@ def _waiting(row: Row) -> float | None:
     return row.exposed_seconds / row.step_seconds.median
 
 
+def _exposed(row: Row) -> float | None:
+    if not row.communication_seconds or row.exposed_seconds is None:
+        return None
+    return row.exposed_seconds / row.communication_seconds
+
+
 COLUMNS = (
     Column("ranks", "processes that trained", lambda row: float(row.ranks), lambda value: f"{value:.0f}"),
     Column("step", "median time of a step", _median_step, human_seconds, "low"),
@@ -47,6 +53,7 @@ COLUMNS = (
     Column("process", "memory of the largest process", lambda row: row.process_bytes, human_bytes),
     Column("sent", "bytes that a rank hands to collectives in a step", _sent, human_bytes),
     Column("waiting", "share of a step that waits for messages", _waiting, share),
+    Column("exposed", "share of communication that no computing hides", _exposed, share),
     Column("data wait", "time of a step that waits for data", lambda row: row.data_wait_seconds, human_seconds),
     Column("first step", "from the command to its end", lambda row: row.first_step_seconds, human_seconds, "low"),
     Column("loss differs", "relative, from one process", lambda row: row.loss_difference, difference),
