@@ -67,7 +67,9 @@ class _Parser(argparse.ArgumentParser):
             hint = f" Did you mean {match[0]!r}?" if match else ""
             if setting in SETTINGS and setting not in FLAGS:
                 hint = f" It is a setting without a flag: --set {setting}=VALUE."
-            message = f"there is no argument {word!r}.{hint}"
+            if word in known and (owners := self._owners(word)):
+                hint = f" It is a flag of {', '.join(owners)}."
+            message = f"there is no argument {word!r}{' here' * (word in known)}.{hint}"
         invalid = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if invalid:
             choices = [choice.strip("' ") for choice in invalid.group(2).split(",")]
@@ -87,6 +89,16 @@ class _Parser(argparse.ArgumentParser):
     def _commands(self) -> list[str]:
         found = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
         return [name for action in found for name in action.choices]
+
+    def _owners(self, word: str) -> list[str]:
+        """The commands that know a flag."""
+        parsers = [a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        return [
+            parser.prog
+            for choices in parsers
+            for parser in choices.values()
+            if any(word in action.option_strings for action in parser._all_actions())
+        ]
 
     def _all_actions(self) -> list[argparse.Action]:
         found = list(self._actions)

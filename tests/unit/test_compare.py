@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 import rung.compare.run
+from rung.cli import main
 from rung.compare.command import Asked, _refuse
 from rung.compare.measure import RankFigures, take_run
 from rung.compare.rows import fill_up, loss_difference, make_row, prediction_error, without_infinities
@@ -270,6 +271,12 @@ def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path:
     kept.write_text("as it was")
     _refuse(Asked("task.py", out=str(tmp_path / "new.html"), json_file=str(kept)))
     assert kept.read_text() == "as it was" and not (tmp_path / "new.html").exists()
+
+
+def test_a_flag_of_another_command_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "task.py", "--profile", "3"])
+    assert "there is no argument '--profile' here. It is a flag of rung train." in capsys.readouterr().err
 
 
 def test_when_all_fail_there_is_no_recommendation() -> None:

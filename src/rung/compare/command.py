@@ -132,14 +132,13 @@ def _measure(
         if asked.predicts:
             progress.update(bar, description="predicting", completed=total)
             _predict(rows, found, task, device.type, nproc)
-    for one in found:
-        if one.not_looked is not None:
-            messages.print(
-                f"{one.variant.text}: its memory and messages could not be told apart: {one.not_looked}",
-                style="yellow",
-                soft_wrap=True,
-                markup=False,
-            )
+    notes = [
+        f"{one.variant.text}: its memory and messages could not be told apart: {one.not_looked}"
+        for one in found
+        if one.is_going and one.not_looked is not None
+    ]
+    for note in notes:
+        messages.print(note, style="yellow", soft_wrap=True, markup=False)
     document = {
         "format": FORMAT,
         "rung": VERSION,
@@ -160,6 +159,7 @@ def _measure(
         "reference": REFERENCE,
         "rows": rows,
         "verdict": make_verdict(rows, variants),
+        "notes": notes,
     }
     keep_rows(found, document, folder)
     return document, folder
@@ -194,6 +194,8 @@ def _predict(rows: list[dict[str, Any]], found: list[Any], task: Task, device: s
         if row["status"] == "ok":
             cluster = recorded_cluster(one.variant.num_ranks, on_gpu=device == "cuda")
             row.update(predictor.predict(one.variant, cluster).as_json())
+            if one.not_looked is not None and row["predicted"]:  # there is nothing to hold them against
+                row["predicted"] |= {"peak_bytes": None, "bytes_per_step": None}
             row["prediction_error"] = prediction_error(row)
 
 
