@@ -25,7 +25,12 @@ def merge_command(run: str, *, steps: str | None, out: str | None) -> int:
     chosen = _choose(folder, steps)
     ranks = _traces(folder)[chosen]
     path = Path(out) if out is not None else folder / f"steps-{chosen[0]}-{chosen[1]}.json.gz"
-    missing = merge(ranks, path)
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ConfigError(f"--out {path}: it is a file whose name ends with .json or .json.gz.")
+    try:
+        missing = merge(ranks, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Name another file with --out.") from None
     plural = "s" if len(ranks) > 1 else ""
     sys.stdout.write(
         f"{len(ranks)} rank{plural} in {path}; open it at https://ui.perfetto.dev or in chrome://tracing\n"

@@ -84,7 +84,7 @@ class Watcher:
             name=self._run.resolve().name,
             state=self._state(is_here, len(told) > len(own), live),
             facts=self._facts,
-            steps=tuple(json.loads(line) for line in self._steps),
+            steps=tuple(step for line in self._steps if (step := _parsed(line)) is not None),
             evaluation=_parsed(self._last.get("eval")),
             checkpoint=_parsed(self._last.get("checkpoint")),
             live=live,
@@ -128,7 +128,9 @@ class Watcher:
         if not line.startswith(b'{"event"'):
             self._steps.append(line)
             return
-        row = json.loads(line)
+        row = _parsed(line)
+        if row is None:
+            return
         event = row["event"]
         if event in ("start", "resume"):
             self._facts = {"step": 0, **row}
@@ -309,7 +311,12 @@ def _stillness(picture: Picture) -> list[str]:
 
 
 def _parsed(line: bytes | None) -> dict[str, Any] | None:
-    return json.loads(line) if line is not None else None
+    """None for a line that is damaged, too: the others tell enough."""
+    try:
+        row = json.loads(line) if line is not None else None
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "event" in row else None
 
 
 def _clock(seconds: float) -> str:

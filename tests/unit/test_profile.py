@@ -83,6 +83,9 @@ def test_merging_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["profile", "merge", str(tmp_path), "--steps", "5:6"]) == 0
     told = capsys.readouterr().out
     assert str(folder / "steps-5-6.json.gz") in told and "not here: ranks 1, 2, 3" in told
+    for out, words in (("x.txt", "ends with .json or .json.gz"), ("nowhere/x.json", "cannot be written")):
+        assert main(["profile", "merge", str(tmp_path), "--steps", "9", "--out", str(tmp_path / out)]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_a_damaged_or_foreign_trace_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,7 +227,8 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
 def test_a_run_without_an_end_is_said_to_have_none(tmp_path: Path) -> None:
     runs = [_run(tmp_path / "a", "single", 1, 0.1), _run(tmp_path / "b", "fsdp", 2, 0.05)]
     lines = (runs[1] / "metrics.jsonl").read_text().replace("circle", "square").splitlines(keepends=True)
-    (runs[1] / "metrics.jsonl").write_text("".join(lines[:5]))
+    damaged = ['{"event": "st\n', "[1, 2]\n", "{}\n"]
+    (runs[1] / "metrics.jsonl").write_text("".join([*lines[:5], *damaged]))
     data = read_all(runs)
     notes = data["notes"]
     assert [row["speedup"] for row in data["rows"]] == [None, None]

@@ -96,6 +96,16 @@ def test_only_new_lines_are_read_and_half_a_line_waits_for_its_end(run: Path) ->
     assert watcher.look().step == 2
 
 
+def test_damaged_lines_are_passed_over(run: Path) -> None:
+    launch(run, os.getpid())
+    tell(run, START, step(1))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "st\n[1, 2]\n{"step": 7\n')
+    tell(run, step(2))
+    picture = Watcher(run).look()
+    assert picture.step == 2 and len(picture.steps) == 2
+
+
 def test_a_line_that_was_cut_off_and_taken_away_is_forgotten(run: Path) -> None:
     launch(run, os.getpid())
     tell(run, START, step(1))

@@ -95,6 +95,8 @@ def _committed(file: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except ValueError:
             continue
+        if not isinstance(line, dict) or "event" not in line:
+            continue
         if line["event"] == "resume":
             kept = [other for other in kept if other.get("step", 0) <= line["step"] or other["event"] == "start"]
         kept.append(line)
