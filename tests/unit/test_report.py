@@ -178,6 +178,14 @@ def test_names_at_the_edge_do_not_lie_on_each_other() -> None:
         assert len(places) > 16 or max(found) <= 260
 
 
+def test_a_long_name_beside_the_curves_is_cut_and_told_whole() -> None:
+    data = sample()
+    data["rows"][1]["strategy"] = "ddp precision=bf16 compress=topk"
+    page = as_page(data)
+    assert ">ddp precision=bf1…<title>ddp precision=bf16 compress=topk</title></text>" in page
+    assert "--names: 162px" in page
+
+
 def test_ticks_are_round_and_inside() -> None:
     assert ticks(0.44, 2.2, 4) == [0.5, 1.0, 1.5, 2.0]
     assert ticks(0, 0.12, 6) == pytest.approx([0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12])

@@ -10,6 +10,7 @@ from rung.report.marks import difference, figure, figures, line, percent, rows_w
 _HEIGHT = 260.0
 _STYLES = 8  # of lines in page.css
 _DASH = 13.0  # the length of one, in pixels
+_LONGEST_NAME = 18  # characters
 _LABEL = 16.0  # between two names at the right edge
 _MOST_POINTS = 600
 
@@ -29,8 +30,9 @@ def draw_losses(comparison: Comparison) -> str:
     marks = [*_axes(scale), *(curve.draw() for curve in curves)]
     marks += [curve.draw_dashes(len(curves), labels[place]) for place, curve in enumerate(curves)]
     told = ", ".join(f"{row.strategy} from {row.losses[0][1]:.4g} to {row.losses[-1][1]:.4g}" for _, row in rows)
+    names = _room([row for _, row in rows])
     drawing = (
-        f'<svg class="picture plot" height="{height + 26:g}" role="img" '
+        f'<svg class="picture plot" style="--names: {names}px" height="{height + 26:g}" role="img" '
         f'aria-label="Loss over steps: {text(told)}">{"".join(marks)}</svg>'
     )
     table = figures(
@@ -117,7 +119,8 @@ class _Curve:
             f'<circle class="dot {self._style}" cx="{percent(x)}" cy="{y:.1f}" r="3"/>'
             f'<svg class="place" x="100%"><path class="leader" d="M5 {y:.1f}L18 {label:.1f}"/>'
             f'<circle class="dot {self._style}" cx="24" cy="{label:.1f}" r="4.5"/>'
-            f'<text class="small label" x="33" y="{label + 4:.1f}">{text(self._row.strategy)}</text></svg></g>'
+            f'<text class="small label" x="33" y="{label + 4:.1f}">{text(_short(self._row.strategy))}'
+            f"<title>{text(self._row.strategy)}</title></text></svg></g>"
         )
 
     def _line(self, style: str, dashes: str = "") -> str:
@@ -126,6 +129,16 @@ class _Curve:
             f'<svg class="place" width="100%" height="{_HEIGHT:g}" viewBox="0 0 1000 {_HEIGHT:g}" '
             f'preserveAspectRatio="none">{shape}</svg>'
         )
+
+
+def _short(name: str) -> str:
+    """As much of a name as a phone has room for beside the curves."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+
+
+def _room(rows: Sequence[Row]) -> int:
+    """Pixels that the names take, with their dots."""
+    return 36 + 7 * max(len(_short(row.strategy)) for row in rows)
 
 
 def _spread_labels(places: Sequence[float]) -> list[float]:
