@@ -18,7 +18,19 @@ multiprocessing.set_forkserver_preload(_PRELOADED)
 
 
 def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """function(*args) on `size` ranks; the results in rank order. A failure on any rank is raised with it."""
+    """function(*args) on `size` ranks; the results in rank order. A failure on any rank is raised with it.
+
+    On a busy machine gloo may lose a connection while its ranks meet, before anything of ours has run: once more, then.
+    """
+    try:
+        return _on_ranks(function, size, *args, timeout=timeout)
+    except RankFailed as failure:
+        if "connectFullMesh failed" not in str(failure):
+            raise
+        return _on_ranks(function, size, *args, timeout=timeout)
+
+
+def _on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     results: Any = context.Queue()
     # A store of the parent's on a port of the system's choice, as the elastic agent does: no two tests collide.

@@ -24,7 +24,7 @@ from rung.planner.hardware import devices, links, parse_cluster
 from rung.planner.kernels import measure_kernels
 from rung.planner.memory import MIB, CachingAllocator, find_peak
 from rung.planner.plan import choose, make_plan
-from rung.planner.search import least_state
+from rung.planner.search import cannot_win, least_state
 from rung.planner.shorten import count_blocks, shortened
 from rung.runtime import build_runtime
 from rung.status import StatusWriter
@@ -229,6 +229,24 @@ def test_a_lower_rung_is_preferred_unless_the_gain_is_worth_it() -> None:
     assert choose([row("fsdp", 4, 0.9), row("ddp", 4, 1.0)]).layout.zero == 3  # type: ignore[union-attr]
     assert choose([row("ddp", 4, 0.97), row("single", 1, 1.0)]).layout.name == "single"  # type: ignore[union-attr]
     assert choose([]) is None
+
+
+def test_pipelines_that_cannot_win_are_not_looked_at() -> None:
+    def waits(strategy: str, seconds: float, messages: float) -> Estimate:
+        found = row(strategy, 8, seconds)
+        return replace(found, time=StepTime(seconds, seconds - messages, 0, messages, 0, 0))
+
+    def why_not(strategy: str, *rows: Estimate) -> str | None:
+        return cannot_win(parse(strategy, 8), list(rows), min(r.time.seconds for r in rows))
+
+    best, cut = waits("zero3", 1.0, 0.2), waits("fsdp4,tp2", 2.0, 0.5)
+    assert why_not("pp2,fsdp2,tp2", best, cut) == "computing alone takes 1.5 s without stages; the best takes 1 s"
+    assert why_not("pp2,fsdp2,tp2", best, waits("fsdp4,tp2", 2.0, 1.5)) is None  # stages might take its messages away
+    assert why_not("fsdp4,tp2", best, cut) is None  # it has no stages
+    two, four = waits("pp2,fsdp4", 1.1, 0.0), waits("pp4,fsdp2", 1.2, 0.0)
+    assert why_not("pp4,fsdp2", best, two) == "pp2,fsdp4 is slower than zero3 already"
+    assert why_not("pp8", best, row("pp4,ddp2", 8, 1.3)) == "pp4,ddp2 takes 1.3 s; the best takes 1 s"
+    assert why_not("pp4,zero1x2", best, two, four) is None  # of another kind
 
 
 def test_rungs_are_in_order() -> None:

@@ -18,6 +18,7 @@ from rung.sizes import human_seconds
 from rung.strategy import Layout
 
 WORTH_IT = 0.05  # a gain below this is not worth a higher rung
+_FAR = 0.25  # what is so much slower than the best is not made the best by twice as many stages
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def cannot_win(layout: Layout, rows: list[Estimate], best: float) -> str | None:
     """Why a pipeline need not be looked at, from layouts that were.
 
     Stages take messages away, and nothing else: if the same cut of tensors without stages would be too slow even if its
-    messages took no time, it is too slow with stages. And if twice as many were slower before, so are more.
+    messages took no time, it is too slow with stages. And if twice as many were slower before, or are far from the
+    best, more will not win.
     """
     if layout.pp == 1:
         return None
@@ -146,8 +148,8 @@ def cannot_win(layout: Layout, rows: list[Estimate], best: float) -> str | None:
     fewest = kin.get(layout.pp // 4) or kin.get(1)
     if fewer is not None and fewest is not None and fewer.time.seconds > fewest.time.seconds * (1 + WORTH_IT):
         return f"{fewer.layout.name} is slower than {fewest.layout.name} already"
-    if fewer is not None and fewer.time.seconds - fewer.time.messages - fewer.time.pipeline > best:
-        return f"{fewer.layout.name} would be slower than the best even if it never waited"
+    if fewer is not None and fewer.layout.pp > 1 and fewer.time.seconds > best * (1 + _FAR):
+        return f"{fewer.layout.name} takes {human_seconds(fewer.time.seconds)}; the best takes {human_seconds(best)}"
     return None
 
 
