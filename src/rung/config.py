@@ -283,6 +283,20 @@ def refuse_contradictions(config: RunConfig, layout: Layout) -> None:
         raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")
 
 
+def without_use(layout: Layout) -> set[str]:
+    """Settings that say how a strategy does its work, and mean nothing to a layout of another kind."""
+    useless = {
+        "schedule": layout.pp == 1,
+        "split": layout.pp == 1,
+        "sequence_parallel": layout.tp == 1,
+        "offload": not layout.shards_parameters,
+        "servers": not layout.servers,
+        "staleness": layout.kind != "ps-async",
+        "rpc_host": not layout.uses_rpc,
+    }
+    return {name for name, is_useless in useless.items() if is_useless}
+
+
 def micro_batch_size(config: RunConfig, layout: Layout) -> int | None:
     """Samples a rank takes at a time. A pipeline needs several micro-batches: by default two for each stage."""
     if config.micro_batch is not None or layout.pp == 1:

@@ -12,6 +12,8 @@ from rung.errors import ConfigError, nearest
 from rung.strategy import Layout
 
 METHODS = ("none", "fp16", "bf16", "powersgd", "topk", "onebit", "ternary")
+# The settings of this, which mean nothing to other strategies.
+OF_DDP = ("compress", "compress_warmup", "topk_values", "local_steps", "outer", "outer_lr", "outer_momentum")
 _TAKES = {"powersgd": "rank", "topk": "ratio"}
 _EXAMPLES = {"powersgd": "powersgd:4", "topk": "topk:0.01"}
 

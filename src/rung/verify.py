@@ -25,6 +25,7 @@ from torch import nn
 
 from rung.config import RunConfig, micro_batch_size, refuse_contradictions, resolve
 from rung.errors import ConfigError, ModelError, RungError, StrategyError
+from rung.exchange import OF_DDP
 from rung.launch.command import prepare
 from rung.launch.local import launch
 from rung.launch.server import warm_up
@@ -40,9 +41,6 @@ OPTIMIZERS = ("sgd", "task")
 # Settings that one process refuses: each strategy gets those that it has a use for.
 _FOR_CUT_MODELS = ("sequence_parallel", "split", "schedule")
 _FOR_SERVERS = ("servers", "staleness", "rpc_host")
-_FOR_DDP = (
-    "compress", "compress_warmup", "topk_values", "local_steps", "outer", "outer_lr", "outer_momentum",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def verify_command(
     names = choose_strategies(strategies, num_ranks, has_remote=load_task(path).remote is not None)
     by_name = {name for name in strategies if name != "all"}
     asked = resolve(load_task(path), flags=flags, assignments=assignments).config
-    elsewhere = ("offload", *_FOR_CUT_MODELS, *_FOR_SERVERS, *_FOR_DDP)
+    elsewhere = ("offload", *_FOR_CUT_MODELS, *_FOR_SERVERS, *OF_DDP)
     alone = {key: value for key, value in assignments.items() if key not in elsewhere}
     plan = prepare(path, flags={**flags, "nproc": 1, "strategy": "single", "offload": "none"}, assignments=alone)
     config = replace(
@@ -112,7 +110,7 @@ def verify_command(
         precision=precision,
         batch_norm="sync",
         dropout=False,
-        **{name: getattr(asked, name) for name in (*_FOR_CUT_MODELS, *_FOR_SERVERS, *_FOR_DDP)},
+        **{name: getattr(asked, name) for name in (*_FOR_CUT_MODELS, *_FOR_SERVERS, *OF_DDP)},
         log_every=1,
         eval_every="never",
         profile=None,
@@ -300,7 +298,7 @@ class _Jobs:
         layout, plain = self._layout(strategy, num_ranks), RunConfig()
         config = replace(
             self._config,
-            **{name: getattr(plain, name) for name in _FOR_DDP if layout.name != "ddp"},
+            **{name: getattr(plain, name) for name in OF_DDP if layout.name != "ddp"},
             servers=self._config.servers if layout.servers else None,
             staleness=self._config.staleness if layout.kind == "ps-async" else None,
             rpc_host=self._config.rpc_host if layout.uses_rpc else None,

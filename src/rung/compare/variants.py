@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rung.config import SETTINGS, RunConfig, check, refuse_contradictions
+from rung.config import SETTINGS, RunConfig, check, refuse_contradictions, without_use
 from rung.errors import ConfigError, RungError, nearest
+from rung.exchange import OF_DDP
 from rung.strategy import Layout, natural_num_ranks, parse
 
 REFERENCE = "single"
@@ -16,7 +17,6 @@ _COMMON = (
     "strategy", "nproc", "nnodes", "rdzv", "batch_size", "steps", "epochs", "seed", "shuffle", "out", "device",
     "eval_every", "save_weights", "timeout",
 )  # fmt: skip
-_FOR_DDP = ("compress", "compress_warmup", "topk_values", "local_steps", "outer", "outer_lr", "outer_momentum")
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,6 @@ def _own_settings(text: str, pairs: Sequence[str]) -> dict[str, Any]:
 
 def _fitted(config: RunConfig, layout: Layout) -> RunConfig:
     """Settings for all, without those that mean nothing to a layout. What a row names itself is taken as it is."""
-    useless: Mapping[str, bool] = {
-        **dict.fromkeys(_FOR_DDP, layout.name != "ddp"),
-        "split": layout.pp == 1,
-        "sequence_parallel": layout.tp == 1,
-        "offload": not layout.shards_parameters,
-        "servers": not layout.servers,
-        "staleness": layout.kind != "ps-async",
-        "rpc_host": not layout.uses_rpc,
-    }
-    defaults: dict[str, Any] = {key: SETTINGS[key].default for key, is_useless in useless.items() if is_useless}
+    useless = without_use(layout) | (set(OF_DDP) if layout.name != "ddp" else set())
+    defaults: dict[str, Any] = {key: SETTINGS[key].default for key in useless}
     return replace(config, **defaults)

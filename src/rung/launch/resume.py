@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rung.config import SETTINGS, Resolved, RunConfig, read_toml, write_toml
+from rung.config import SETTINGS, Resolved, RunConfig, read_toml, without_use, write_toml
 from rung.environment import mpi_place
 from rung.errors import ConfigError
 from rung.strategy import Layout
@@ -68,19 +68,10 @@ def settings_of(folder: Path, given: set[str]) -> dict[str, Any]:
 
 def fit_to_layout(resolved: Resolved, layout: Layout) -> Resolved:
     """Without those settings of the old run that mean nothing in a new layout, or to processes started otherwise."""
-    useless = {
-        "schedule": layout.pp == 1,
-        "split": layout.pp == 1,
-        "sequence_parallel": layout.tp == 1,
-        "offload": not layout.shards_parameters,
-        "servers": not layout.servers,
-        "staleness": layout.kind != "ps-async",
-        "rpc_host": not layout.uses_rpc,
-        "backend": resolved.config.backend == "mpi" and mpi_place() is None,
-    }
-    dropped: dict[str, Any] = {
-        k: SETTINGS[k].default for k, useless_now in useless.items() if useless_now and _is_old(resolved, k)
-    }
+    useless = without_use(layout)
+    if resolved.config.backend == "mpi" and mpi_place() is None:
+        useless.add("backend")
+    dropped: dict[str, Any] = {key: SETTINGS[key].default for key in useless if _is_old(resolved, key)}
     return replace(resolved, config=replace(resolved.config, **dropped))
 
 

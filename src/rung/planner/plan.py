@@ -12,6 +12,7 @@ from typing import Any
 
 from rung.config import RunConfig
 from rung.errors import ModelError
+from rung.exchange import OF_DDP
 from rung.planner.advice import Advice, best_of, plain_ddp, try_compression, waiting_share
 from rung.planner.candidates import layouts_for, named_layout, rung_of
 from rung.planner.estimate import Estimate, Estimator
@@ -22,9 +23,6 @@ from rung.planner.together import FEW, Source, search_together
 from rung.sizes import human_bytes, human_seconds
 from rung.strategy import Layout
 from rung.task import Task
-
-# Settings of how ddp exchanges gradients, which one device refuses.
-_OF_EXCHANGE = ("compress", "topk_values", "compress_warmup", "local_steps", "outer", "outer_lr", "outer_momentum")
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def make_plan(
 def _whole_model(estimator: Estimator) -> Estimate:
     """For its state alone. What is recomputed does not change that, and keeps the look small, where it can be done."""
     usual = RunConfig()
-    config = replace(estimator.config, **{name: getattr(usual, name) for name in _OF_EXCHANGE})
+    config = replace(estimator.config, **{name: getattr(usual, name) for name in OF_DDP})  # which one device refuses
     looks = Estimator(estimator.task, config, estimator.cluster, estimator.num_blocks)
     try:
         return looks.estimate(Layout("single"), "full", 1)
