@@ -16,7 +16,7 @@ from rung.environment import outside_place
 from rung.errors import ConfigError, JobFailed, RungError
 from rung.flags import add_settings, assignments_of
 from rung.strategy import PRESETS, SCHEDULES
-from rung.tools import add_tools
+from rung.tools import add_tools, run_plan
 from rung.version import VERSION
 from rung.watching import add_watching
 
@@ -33,14 +33,6 @@ _GROUPS = {
 # Those of `rung explain`: what changes where things live, what is sent, and when.
 _EXPLAINED = {
     "where": ("strategy", "nproc", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
-    "how much": ("batch_size", "micro_batch"),
-    "how": ("precision", "clip", "activation_checkpointing", "compress"),
-}
-
-
-# Those of `rung plan`: what changes memory and time. It finds the strategy itself unless one is named.
-_PLANNED = {
-    "where": ("strategy", "sequence_parallel", "shard_by"),
     "how much": ("batch_size", "micro_batch"),
     "how": ("precision", "clip", "activation_checkpointing", "compress"),
 }
@@ -207,22 +199,6 @@ def _build_parser() -> _Parser:
     result.add_argument("--json", action="store_true", help="the explanation as JSON on standard output")
     explain.set_defaults(call=_explain)
 
-    plan = commands.add_parser(
-        "plan",
-        help="which strategy to use, and what memory and time it costs",
-        description="Look at all sensible layouts of a cluster by pretended steps of the real training code, and say "
-        "which to use and what each costs. No process is started and no device is needed, so that a job for many GPUs "
-        "can be planned on a laptop. Exits with 1 if nothing fits.",
-    )
-    plan.add_argument("task", help="a task file, or a directory with a task.py")
-    plan.add_argument("--cluster", metavar="WHAT", help="as in 8xH100, or '64 nodes x 8 H200, nvlink, 400Gb/s'")
-    plan.add_argument("--hardware", metavar="FILE.toml", help="records of devices and links of your own")
-    add_settings(plan, _PLANNED)
-    result = plan.add_argument_group("what comes out")
-    result.add_argument("--all", dest="show_all", action="store_true", help="every layout, not only the best")
-    result.add_argument("--json", action="store_true", help="the plan as JSON on standard output")
-    plan.set_defaults(call=_plan)
-
     scale = commands.add_parser(
         "scale",
         help="change the number of processes of a running job",
@@ -347,22 +323,6 @@ def _explain(options: argparse.Namespace) -> int:
     )
 
 
-def _plan(options: argparse.Namespace) -> int:
-    from rung.planner.command import plan_command
-
-    flags = {name: getattr(options, name) for names in _PLANNED.values() for name in names}
-    return plan_command(
-        options.task,
-        cluster=options.cluster,
-        hardware=options.hardware,
-        config_file=options.config,
-        flags=flags,
-        assignments=assignments_of(options.set),
-        show_all=options.show_all,
-        as_json=options.json,
-    )
-
-
 def _scale(options: argparse.Namespace) -> int:
     from rung.launch.elastic import scale
 
@@ -415,7 +375,7 @@ def _strategies(options: argparse.Namespace) -> int:
 
 
 # What one process does: of several that mpirun has started, the first.
-_ALONE = (_verify, _explain, _plan, _scale, _checkpoints, _export, _new, _strategies)
+_ALONE = (_verify, _explain, run_plan, _scale, _checkpoints, _export, _new, _strategies)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The flags of commands that measure and show: `rung compare`, `bench`, `doctor`, `calibrate`, `report`.
+"""The flags of commands that plan, measure and show: `rung plan`, `compare`, `bench`, `doctor`, `calibrate`, `report`.
 
 A part of `cli.py`.
 """
@@ -20,10 +20,18 @@ _COMPARED = {
     "how": ("precision", "clip", "compile", "activation_checkpointing", "timeout"),
 }
 
+# Those of `rung plan`: what changes memory and time. It finds the strategy itself unless one is named.
+_PLANNED = {
+    "where": ("strategy", "sequence_parallel", "shard_by"),
+    "how much": ("batch_size", "micro_batch"),
+    "how": ("precision", "clip", "activation_checkpointing", "compress"),
+}
+
 
 def add_tools(commands: Any) -> None:
     """Without a value, each flag is what `Asked` of its command says."""
     _add_compare(commands)
+    _add_plan(commands)
     bench = commands.add_parser(
         "bench", help="measure what training stands on", description="Measure what training stands on."
     )
@@ -165,6 +173,40 @@ def _compare(options: argparse.Namespace) -> int:
             assignments=assignments_of(options.set),
             config_file=options.config,
         )
+    )
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="which strategy to use, and what memory and time it costs",
+        description="Look at all sensible layouts of a cluster by pretended steps of the real training code, and say "
+        "which to use and what each costs. Nothing is trained and no device is needed, so that a job for many GPUs can "
+        "be planned on a laptop. Exits with 1 if nothing fits.",
+    )
+    plan.add_argument("task", help="a task file, or a directory with a task.py")
+    plan.add_argument("--cluster", metavar="WHAT", help="as in 8xH100, or '64 nodes x 8 H200, nvlink, 400Gb/s'")
+    plan.add_argument("--hardware", metavar="FILE.toml", help="records of devices and links of your own")
+    add_settings(plan, _PLANNED)
+    result = plan.add_argument_group("what comes out")
+    result.add_argument("--all", dest="show_all", action="store_true", help="every layout, not only the best")
+    result.add_argument("--json", action="store_true", help="the plan as JSON on standard output")
+    plan.set_defaults(call=run_plan)
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    from rung.planner.command import plan_command
+
+    flags = {name: getattr(options, name) for names in _PLANNED.values() for name in names}
+    return plan_command(
+        options.task,
+        cluster=options.cluster,
+        hardware=options.hardware,
+        config_file=options.config,
+        flags=flags,
+        assignments=assignments_of(options.set),
+        show_all=options.show_all,
+        as_json=options.json,
     )
 
 

@@ -3,10 +3,15 @@ has found out about a block (what it does, how it can be cut) has to be found ou
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +57,34 @@ def search_together(
     best = context.Value("d", float("inf"))
     found: dict[str, Found] = {}
     workers = min(num_cores(), len(groups))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(best,)) as pool:
-        jobs: dict[Future[list[Found]], int] = {
-            pool.submit(_look, source, config, cluster, groups[tp], state): tp for tp in order
-        }
-        tell(f"{len(layouts)} layouts, {workers} at a time")
-        for job in as_completed(jobs):
-            found |= {one.layout.name: one for one in job.result()}
-            tell(f"{len(found)} of {len(layouts)} layouts")
+    theirs, ours = context.Pipe(duplex=False)  # nothing is sent: when our end closes, however that comes, workers leave
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(best, theirs)) as pool:
+        try:
+            jobs: dict[Future[list[Found]], int] = {
+                pool.submit(_look, source, config, cluster, groups[tp], state): tp for tp in order
+            }
+            tell(f"{len(layouts)} layouts, {workers} at a time")
+            for job in as_completed(jobs):
+                found |= {one.layout.name: one for one in job.result()}
+                tell(f"{len(found)} of {len(layouts)} layouts")
+        finally:
+            ours.close()
     return [found[layout.name] for layout in layouts]
 
 
-def _start(best: Any) -> None:
+def _start(best: Any, end: Connection) -> None:
     global _best
     _best = best
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that asked is told of it, too
+    threading.Thread(target=_leave_with, args=(end,), daemon=True).start()
+
+
+def _leave_with(end: Connection) -> None:
+    """Wait for the other end to close, and leave at once: what this process is doing is wanted no more."""
+    with contextlib.suppress(EOFError, OSError):
+        end.recv()
+    os._exit(0)
 
 
 def _look(
