@@ -16,6 +16,7 @@ from rung.cli import main
 from rung.config import RunConfig
 from rung.errors import ConfigError, ModelError
 from rung.planner import auto, calibrate
+from rung.planner import plan as plan_module
 from rung.planner.candidates import layouts_for, named_layout, rung_of
 from rung.planner.cost import StepTime, duration, group_of, step_time
 from rung.planner.dryrun import DryRun, dry_run, take_two_steps
@@ -26,10 +27,11 @@ from rung.planner.memory import MIB, CachingAllocator, find_peak
 from rung.planner.plan import choose, make_plan
 from rung.planner.search import cannot_win, least_state
 from rung.planner.shorten import count_blocks, shortened
+from rung.planner.together import Source
 from rung.runtime import build_runtime
 from rung.status import StatusWriter
 from rung.strategy import Layout, parse
-from rung.task import Task
+from rung.task import Task, load_task
 from rung.trace import Work
 from rung.train import make_batches
 from rung.world import open_world
@@ -404,3 +406,15 @@ def test_kernels_are_measured_by_what_the_tracer_says_of_them() -> None:
     attention = found["_scaled_dot_product_flash_attention_for_cpu"]
     assert [amount for amount, _ in attention] == [2 * 2 * 16 * length**2 * 64 for length in (32, 128, 512)]
     assert found["gelu"] == [(rows * 256 * 4 * 2, rows * 256 * 4 * 2) for rows in (16, 256, 4096)]
+
+
+def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, assignments = EXAMPLES / "gpt", dict(word.split("=") for word in SMALL if "=" in word)
+    config, cluster = RunConfig(batch_size=2, device="cpu"), parse_cluster("2xH100, ethernet")
+    task = load_task(path).bind(assignments)
+    alone = make_plan(task, config, cluster)
+    monkeypatch.setattr(plan_module, "FEW", 1)
+    together = make_plan(task, config, cluster, source=Source(path, assignments))
+    assert [row.layout.name for row in together.rows] == [row.layout.name for row in alone.rows]
+    assert [row.time.seconds for row in together.rows] == pytest.approx([row.time.seconds for row in alone.rows])
+    assert together.words == alone.words
