@@ -14,22 +14,12 @@ from typing import Any, NoReturn
 from rung.config import FLAGS, SETTINGS
 from rung.environment import outside_place
 from rung.errors import ConfigError, JobFailed, RungError
-from rung.flags import add_settings, assignments_of
+from rung.flags import TRAINED, add_settings, assignments_of
 from rung.strategy import PRESETS, SCHEDULES
 from rung.tools import add_tools, run_plan
 from rung.version import VERSION
 from rung.watching import add_watching
 
-# Where each flag of `rung train` stands in its help.
-_GROUPS = {
-    "where": (
-        "strategy", "nproc", "nnodes", "rdzv", "backend", "schedule", "split", "sequence_parallel", "offload",
-        "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
-    ),
-    "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
-    "how": ("precision", "clip", "compile", "activation_checkpointing"),
-    "run": ("checkpoint_every", "keep", "replicate_state", "max_restarts", "timeout", "out", "profile", "log"),
-}  # fmt: skip
 # Those of `rung explain`: what changes where things live, what is sent, and when.
 _EXPLAINED = {
     "where": ("strategy", "nproc", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
@@ -149,13 +139,18 @@ def _build_parser() -> _Parser:
         usage="rung train [flags] task",  # of so many flags, a list of names only hides the list below
     )
     train.add_argument("task", help="a task file, or a directory with a task.py")
-    add_settings(train, _GROUPS)
+    add_settings(train, TRAINED)
     train.add_argument(
         "--resume",
         nargs="?",
         const=True,
         metavar="RUN",
         help="go on with a run from its newest checkpoint; without RUN, the task's newest",
+    )
+    train.add_argument(
+        "--resume-if-there",
+        action="store_true",
+        help="go on with the run of --out if there is one, else begin it: for what a scheduler starts again",
     )
     train.set_defaults(call=_train)
 
@@ -271,13 +266,14 @@ def _train(options: argparse.Namespace) -> int:
         flags=flags,
         assignments=assignments_of(options.set),
         resume=options.resume,
+        resume_if_there=options.resume_if_there,
     )
 
 
 def _planned(options: argparse.Namespace, flags: dict[str, Any]) -> dict[str, Any]:
     from rung.planner.auto import choose_flags
 
-    if options.resume or outside_place() is not None:
+    if options.resume or options.resume_if_there or outside_place() is not None:
         raise ConfigError("--strategy auto is for a new run that `rung train` starts. Name a strategy.")
     return choose_flags(
         options.task,

@@ -7,6 +7,16 @@ import argparse
 from rung.config import SETTINGS
 from rung.errors import ConfigError
 
+# Where each flag of `rung train` stands in its help.
+TRAINED = {
+    "where": (
+        "strategy", "nproc", "nnodes", "rdzv", "backend", "schedule", "split", "sequence_parallel", "offload",
+        "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
+    ),
+    "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
+    "how": ("precision", "clip", "compile", "activation_checkpointing"),
+    "run": ("checkpoint_every", "keep", "replicate_state", "max_restarts", "timeout", "out", "profile", "log"),
+}  # fmt: skip
 # Where a flag's kind or its choices do not say enough, or too much for one line.
 _METAVARS = {
     "strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES", "schedule": "NAME", "precision": "NAME",

@@ -88,7 +88,7 @@ def prepare(
         if place is None and "strategy" in given and "nproc" not in given and not _fits(resolved.config):
             resolved = replace(resolved, config=replace(resolved.config, nproc=None))
     if place is None:
-        strategy, layout, terms = _spread(resolved.config)
+        strategy, layout, terms = spread(resolved.config)
     else:
         resolved = outside.fit_to_place(resolved, place)
         strategy, layout, terms = outside.spread(resolved.config, place)
@@ -109,7 +109,7 @@ def prepare(
     return Plan(task, resolved, layout, strategy, terms)
 
 
-def _spread(config: RunConfig) -> tuple[str, Layout, Terms]:
+def spread(config: RunConfig) -> tuple[str, Layout, Terms]:
     """The strategy, its layout in the largest world that the job may have, and the terms."""
     nodes = count_range(config.nnodes, "nnodes")[1]
     per_host = count_range(config.nproc)[1] if config.nproc is not None else None
@@ -132,7 +132,7 @@ def _spread(config: RunConfig) -> tuple[str, Layout, Terms]:
 
 def _fits(config: RunConfig) -> bool:
     try:
-        _spread(config)
+        spread(config)
     except StrategyError:
         return False
     return True
@@ -145,8 +145,13 @@ def train(
     flags: Mapping[str, Any],
     assignments: Mapping[str, str],
     resume: str | bool | None = None,
+    resume_if_there: bool = False,
 ) -> int:
-    """The command. Returns the exit code. `resume` names a run to go on with; True takes the newest one."""
+    """The command. Returns the exit code.
+
+    `resume` names a run to go on with; True takes the newest one. `resume_if_there` goes on with that of --out if
+    there is one, and begins it otherwise: the same command then serves every start by a scheduler.
+    """
     place = outside_place()
     with leaving_at_once(resumable=True):
         if place is None:
@@ -155,7 +160,9 @@ def train(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         console = Console(file=sys.stdout) if place is None else _open_console(place)
         run = None
-        if resume:
+        if resume_if_there:
+            run = old_run.run_if_there(load_task(path), resume, flags.get("out"))
+        elif resume:
             run = old_run.find_run(load_task(path), resume, flags.get("out"))
         plan = prepare(path, config_file=config_file, flags=flags, assignments=assignments, run=run, place=place)
         if run is not None and _says_that_all_is_done(plan, run, console):
@@ -167,8 +174,8 @@ def train(
             console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False, soft_wrap=True)
         if place is not None:
             return _take_part(path, plan, place, run)
-        meeting, folder = _go_to_meeting(plan, path, run, console)
-        return _run(path, plan, folder, meeting, console, is_resumed=run is not None)
+        meeting, folder, is_new = _go_to_meeting(plan, path, run, console, may_begin=resume_if_there)
+        return _run(path, plan, folder, meeting, console, is_resumed=not is_new)
 
 
 def _open_console(place: Place) -> Console:
@@ -204,7 +211,7 @@ def _take_part(path: str | Path, plan: Plan, place: Place, run: Path | None) -> 
 
     with leaving_on_error():
         gathering = Gathering(place, plan.config.backend)
-        folder = _agree_on_folder(path, plan, gathering, run)
+        folder, is_new = _agree_on_folder(path, plan, gathering, run)
         started = time.monotonic()
 
         def farewell(summary: Summary, console: Console) -> None:
@@ -213,11 +220,11 @@ def _take_part(path: str | Path, plan: Plan, place: Place, run: Path | None) -> 
             else:
                 _say_done(console, summary, folder, time.monotonic() - started)
 
-        run_rank(_job(path, plan, folder, is_resumed=run is not None), gathering, plan.terms, farewell)
+        run_rank(_job(path, plan, folder, is_resumed=not is_new), gathering, plan.terms, farewell)
 
 
-def _agree_on_folder(path: str | Path, plan: Plan, gathering: Gathering, run: Path | None) -> Path:
-    """The run's directory, which rank 0 chooses."""
+def _agree_on_folder(path: str | Path, plan: Plan, gathering: Gathering, run: Path | None) -> tuple[Path, bool]:
+    """The run's directory and whether it is new, as rank 0 says."""
     place = gathering.place
     _compare_settings(
         plan, path, lambda own: gathering.from_main("settings", lambda: own), f"rank {place.rank}", "rank 0"
@@ -226,12 +233,13 @@ def _agree_on_folder(path: str | Path, plan: Plan, gathering: Gathering, run: Pa
     folder = Path(gathering.from_main("folder", lambda: str(new_run_dir(plan.task.name, plan.layout.name, out))))
     if run is not None and folder != run:
         raise ConfigError(f"rank 0 goes on with {folder}, and rank {place.rank} with {run}. Name it: --resume RUN.")
+    is_new = gathering.from_main("begins", lambda: str(run is None)) == str(True)
     if place.is_main:
-        _take_folder(plan, folder, lambda own: gathering.from_main("run", lambda: own), is_new=run is None)
+        _take_folder(plan, folder, lambda own: gathering.from_main("run", lambda: own), is_new=is_new)
     elif place.local_rank == 0:  # its machine may have a disk of its own
         agreed = gathering.from_main("run", str)
-        _take_folder(plan, folder, lambda _: agreed, is_new=run is None)
-    return folder
+        _take_folder(plan, folder, lambda _: agreed, is_new=is_new)
+    return folder, is_new
 
 
 def _job(path: str | Path, plan: Plan, folder: Path, *, is_resumed: bool) -> Job:
@@ -276,10 +284,13 @@ def _says_that_all_is_done(plan: Plan, run: Path, console: Console) -> bool:
     return False
 
 
-def _go_to_meeting(plan: Plan, path: str | Path, run: Path | None, console: Console) -> tuple[Meeting | None, Path]:
-    """The run's directory, which the machines of a job agree upon where they meet."""
+def _go_to_meeting(
+    plan: Plan, path: str | Path, run: Path | None, console: Console, *, may_begin: bool
+) -> tuple[Meeting | None, Path, bool]:
+    """The run's directory and whether it is new, which the machines of a job agree upon where they meet."""
     from rung.launch.meeting import open_meeting
 
+    is_new = run is None
     out = str(run) if run is not None else plan.config.out
     terms, meeting = plan.terms, None
     if terms.nodes[1] > 1:
@@ -291,11 +302,11 @@ def _go_to_meeting(plan: Plan, path: str | Path, run: Path | None, console: Cons
         _compare_settings(plan, path, meeting.agree_on_settings, "this machine", f"the job at {terms.rdzv}")
         if out is None:
             out = meeting.agree("folder", new_run_name(plan.task.name, plan.layout.name))
+        if may_begin and meeting.agree("begins", str(is_new)) == str(True):
+            is_new = True  # what this machine found in the shared directory was just written by another
     folder = new_run_dir(plan.task.name, plan.layout.name, out)
-    _take_folder(
-        plan, folder, lambda own: meeting.agree("run", own) if meeting is not None else own, is_new=run is None
-    )
-    return meeting, folder
+    _take_folder(plan, folder, lambda own: meeting.agree("run", own) if meeting is not None else own, is_new=is_new)
+    return meeting, folder, is_new
 
 
 def _take_folder(plan: Plan, folder: Path, agree: Callable[[str], str], *, is_new: bool) -> None:

@@ -46,6 +46,17 @@ def find_run(task: Task, resume: str | bool, out: str | None) -> Path:
     return max(found, key=lambda folder: (folder / CONFIG).stat().st_mtime)
 
 
+def run_if_there(task: Task, resume: str | bool | None, out: str | None) -> Path | None:
+    """The directory of --out if it holds a run to go on with; None where one is to begin in it."""
+    if resume:
+        raise ConfigError(
+            "--resume wants a run that is there, --resume-if-there begins it otherwise. Keep one of them."
+        )
+    if out is None:
+        raise ConfigError("--resume-if-there looks for a run in the directory of --out. Name it: --out DIR.")
+    return find_run(task, True, out) if (Path(out) / CONFIG).exists() else None
+
+
 def _task_of(folder: Path) -> str | None:
     with (folder / CONFIG).open(encoding="utf-8") as file:
         match = _HEADING.match(file.readline())
