@@ -16,6 +16,7 @@ from rung.environment import outside_place
 from rung.errors import ConfigError, JobFailed, RungError
 from rung.flags import TRAINED, add_settings, assignments_of
 from rung.strategy import PRESETS, SCHEDULES
+from rung.submit.command import add_submit
 from rung.tools import add_tools, run_plan
 from rung.version import VERSION
 from rung.watching import add_watching
@@ -242,6 +243,7 @@ def _build_parser() -> _Parser:
 
     add_watching(commands)
     add_tools(commands)
+    add_submit(commands)
 
     new = commands.add_parser(
         "new", help="write a commented task file that runs", description="Write a commented task file that runs."

@@ -1,0 +1,57 @@
+"""Flags that a job has under every scheduler, and what was asked by them. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rung.errors import ConfigError
+from rung.flags import TRAINED, add_settings, assignments_of
+
+if TYPE_CHECKING:
+    from rung.submit.job import Asked
+
+# Those of `rung train`, but for what the job says itself: how many machines, and where they meet.
+_SUBMITTED = {
+    title: tuple(name for name in names if name not in ("nnodes", "rdzv")) for title, names in TRAINED.items()
+}
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """The task, the machines, and all flags of `rung train`."""
+    parser.add_argument("task", help="a task file, or a directory with a task.py")
+    job = parser.add_argument_group("job")
+    job.add_argument("--nodes", metavar="N", help="machines, or MIN:MAX (default 1)")
+    job.add_argument("--gpus-per-node", dest="gpus", type=int, default=0, metavar="N", help="default: none")
+    job.add_argument("--name", metavar="NAME", help="of the job (default: of task and strategy)")
+    job.add_argument("--resume", metavar="RUN", help="go on with a run from its newest checkpoint")
+    job.add_argument(
+        "--env", action="append", default=[], metavar="KEY=VALUE", help="a variable of the job's environment"
+    )
+    job.add_argument("--dry-run", action="store_true", help="print what would be submitted, and nothing else")
+    add_settings(parser, _SUBMITTED, nproc="processes on each machine; default: one per GPU, or 1")
+
+
+def asked_of(options: argparse.Namespace) -> Asked:
+    """What was asked by the flags of `add_job`."""
+    from rung.submit.job import Asked
+
+    return Asked(
+        task=options.task,
+        flags={name: getattr(options, name) for names in _SUBMITTED.values() for name in names},
+        assignments=assignments_of(options.set),
+        config_file=options.config,
+        nodes=options.nodes,
+        gpus=options.gpus,
+        name=options.name,
+        resume=options.resume,
+        environment=tuple(pair_of(text, "--env") for text in options.env),
+    )
+
+
+def pair_of(text: str, flag: str) -> tuple[str, str]:
+    """KEY and VALUE of a flag that takes both."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{flag} takes KEY=VALUE, not {text!r}.")
+    return key, value
