@@ -1,0 +1,102 @@
+"""Which commands of the documents are run, with which exit code, what their placeholders stand for, and what is not run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+
+from rung.template import TEMPLATE
+from tests.documents.pages import Command, blocks, commands, page_names
+
+# Commands that are not run, and why. `test_blocks.py` holds that each row is still needed; all of them are parsed.
+EXCEPTED = {
+    r"^make (test|test-all|lint)$": "runs the tests, of which this is one",
+    r"^make (bench|bench-[\w-]+|chaos|ladder)\b": "a benchmark: up to an hour, and needs an idle machine",
+    r"^python -m benchmarks\.": "a benchmark: minutes to an hour, and some need a GPU",
+    r"^(\S*/)?pip install": "installs into the reader's environment; the Makefile installs the same extras",
+    r"^pre-commit install": "writes a hook into the reader's repository",
+    r"--nproc(-per-node)? 8\b": "8 processes a machine",
+    r"--sizes 1M:1G:2": "messages of a gigabyte among four processes",
+    r"^rung doctor --nproc 8 --nnodes 4": "32 processes",
+}
+# Those that are to fail, as the page shows.
+EXPECTED = {
+    "rung train circle.py --strategy fdsp": 2,
+    "rung train broken/task.py --nproc 2": 1,
+}
+# These serve until somebody ends them.
+SERVES = r"^(tensorboard|rung rdzv)\b"
+# The tasks of the examples are trained for as long as it takes to see that the command is right, and no longer.
+SHORTENED = {
+    "examples/gpt/task.py": ('"steps": 400', '"steps": 20'),
+    "examples/huggingface/task.py": ('"steps": 300', '"steps": 6'),
+    "examples/babycnn/task.py": ('"epochs": 12', '"epochs": 12, "steps": 30'),
+    "examples/recommender/task.py": ('"epochs": 4', '"epochs": 4, "steps": 30'),
+    "examples/vision/task.py": ('"epochs": 2', '"epochs": 2, "steps": 4'),
+}
+_BROKEN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+defaults = {"batch_size": 16}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3 and torch.distributed.get_rank() == 1:
+            raise ValueError("the third batch of rank 1 is bad")
+        return self.linear(x)
+
+
+def model():
+    return Model()
+
+
+def train_data():
+    return TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def _held_tasks() -> dict[str, str]:
+    """Tasks that are not in the repository: the reader's own, those that pages show, and those that `rung new` makes."""
+    found = {"task.py": TEMPLATE.format(path="task.py"), "broken/task.py": _BROKEN}
+    for page in page_names():
+        found.update({block.name: block.text for block in blocks(page) if block.kind == "file"})
+        for command in commands(page):
+            made = re.match(r"rung new (\S+)", command.text)
+            if made:
+                found[f"{made.group(1)}/task.py"] = TEMPLATE.format(path=f"{made.group(1)}/task.py")
+    return found
+
+
+HELD_TASKS = _held_tasks()
+_FIXED = {"TASK": "examples/gpt/task.py", "NAME": "own"}
+
+
+def fill_in(word: str, page: str) -> str:
+    """What a placeholder stands for wherever it is used; others depend on what ran before."""
+    return _FIXED.get(word, word)
+
+
+@cache
+def reason_not_to_run(command: Command) -> str | None:
+    reason = next((why for pattern, why in EXCEPTED.items() if re.search(pattern, command.text)), None)
+    if reason is None and "mlflow" in command.text and importlib.util.find_spec("mlflow") is None:
+        reason = "mlflow is not installed"
+    return reason
