@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from rung.config import FLAGS, SETTINGS
 from rung.environment import outside_place
-from rung.errors import ConfigError, JobFailed, RungError
+from rung.errors import RESUME_EXIT_CODE, ConfigError, JobFailed, RungError
 from rung.flags import TRAINED, add_settings, assignments_of
 from rung.strategy import PRESETS, SCHEDULES
 from rung.submit.command import add_submit
@@ -211,6 +211,11 @@ def _build_parser() -> _Parser:
         "outlives the loss of any machine. Without it, the machine of that address keeps it. Ends with Ctrl-C.",
     )
     rdzv.add_argument("port", type=int)
+    rdzv.add_argument(
+        "--once",
+        action="store_true",
+        help=f"end when a job that met there has finished; exits with {RESUME_EXIT_CODE} if a signal comes before",
+    )
     rdzv.set_defaults(call=_rdzv)
 
     checkpoints = commands.add_parser(
@@ -331,8 +336,11 @@ def _scale(options: argparse.Namespace) -> int:
 def _rdzv(options: argparse.Namespace) -> int:
     from rung.launch.elastic import keep_store
 
-    keep_store(options.port, lambda: print(f"machines can meet at port {options.port} of this machine", flush=True))
-    return 0
+    def tell() -> None:
+        print(f"machines can meet at port {options.port} of this machine", flush=True)
+
+    is_over = keep_store(options.port, tell, once=options.once)
+    return RESUME_EXIT_CODE if options.once and not is_over else 0
 
 
 def _checkpoints(options: argparse.Namespace) -> int:

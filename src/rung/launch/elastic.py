@@ -19,6 +19,8 @@ from rung.processes import is_running, machine_name
 _RESTARTS = 3  # in a row without progress, for a job that may change its size
 _SCALE = "scale"
 _LAUNCHER = "launcher"
+FINISHED = "rung/finished"  # in the store, once a job that met there has come to its end
+_FAREWELL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,11 @@ def scale(run: str | Path, count: int) -> str:
 # -- a place to meet -------------------------------------------------------------------------------------------------
 
 
-def keep_store(port: int, when_ready: Callable[[], None]) -> None:
-    """Hold the store where machines meet until a signal ends this process: no machine of the job is then special."""
+def keep_store(port: int, when_ready: Callable[[], None], *, once: bool = False) -> bool:
+    """Hold the store where machines meet until a signal ends this process: no machine of the job is then special.
+
+    With `once`, until a job that met here has finished, too. Returns whether one has.
+    """
     from datetime import timedelta
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -154,6 +159,10 @@ def keep_store(port: int, when_ready: Callable[[], None]) -> None:
     except RuntimeError as error:
         raise ConfigError(f"port {port} cannot be listened at: {str(error).splitlines()[0]}") from None
     when_ready()
-    while not ended.wait(0.5):
-        pass
+    finished = False
+    while not ended.wait(0.5) and not finished:
+        finished = once and store.check([FINISHED])
+    if finished:
+        ended.wait(_FAREWELL_SECONDS)  # launchers that were not part of its last world look there how it ended
     del store
+    return finished

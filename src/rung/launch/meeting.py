@@ -27,7 +27,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from rung.config import RunConfig
-from rung.errors import StrategyError
+from rung.errors import EnvironmentProblem, StrategyError
+from rung.launch.elastic import FINISHED
 from rung.launch.rounds import Fate, Lookout, News, Round
 from rung.network import address_towards, answers, interface_of, resolve_host, split_endpoint
 from rung.strategy import fit
@@ -265,6 +266,8 @@ class Meeting:
             self.stop_watching()
             self.agree("ending", json.dumps([kind, headline]))
             self.handler.shutdown()
+            if kind == "finished":
+                self._base.set(FINISHED, "1")
             self._end_generation()
             self._part_as_keeper() if self.hosts_store else self._store.add("gone", 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rung.submit.kubernetes import add_kubernetes
 from rung.submit.slurm import add_slurm
 
 
@@ -17,3 +18,4 @@ def add_submit(commands: Any) -> None:
     )
     kinds = submit.add_subparsers(title="where", metavar="WHERE", required=True, parser_class=type(submit))
     add_slurm(kinds)
+    add_kubernetes(kinds)

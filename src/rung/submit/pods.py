@@ -1,0 +1,257 @@
+"""What the pods of a job are on Kubernetes: their container, volumes, limits and rights, and what their ends mean.
+
+The forms that a job can have (`kubernetes.py`) put these parts together. Nothing here knows more of the cluster than
+what its API's documentation says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from rung.errors import RESUME_EXIT_CODE
+from rung.submit.job import Job
+
+PORT = 29400
+TASK_FOLDER = "/task"
+RENDEZVOUS = "rendezvous"
+# Beside what saving may take: to start the ranks' farewell, and to write the last lines.
+_SPARE_SECONDS = 30
+# The user of the image that the Dockerfile makes.
+_USER = 1000
+_MISTAKE_EXIT_CODE = 2
+_GPU = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What is asked of the cluster, beside the job itself."""
+
+    image: str
+    volumes: tuple[tuple[str, str], ...]  # claims, and where they are mounted; runs lie in the first one
+    form: str = "job"
+    namespace: str | None = None
+    cpus: str | None = None  # of each pod
+    memory: str | None = None
+    shm_size: str | None = None
+    secrets: tuple[str, ...] = ()  # whose keys are variables of the environment
+    pull_secrets: tuple[str, ...] = ()
+    service_account: str | None = None
+    node_selector: tuple[tuple[str, str], ...] = ()
+    tolerations: tuple[str, ...] = ()  # KEY[=VALUE][:EFFECT]
+    labels: tuple[tuple[str, str], ...] = ()
+    backoff: int = 3  # how often each pod may fail
+    runtime: str = "torch-distributed"  # of a TrainJob
+
+
+def metadata(job: Job, cluster: Cluster, name: str) -> dict[str, Any]:
+    """Names what belongs to a job, so that all of it can be listed and deleted together."""
+    named: dict[str, Any] = {"name": name}
+    if cluster.namespace is not None:
+        named["namespace"] = cluster.namespace
+    return {**named, "labels": {**dict(cluster.labels), **own_labels(job)}}
+
+
+def own_labels(job: Job) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "rung", "app.kubernetes.io/instance": job.name}
+
+
+def task_map(job: Job, cluster: Cluster, files: Mapping[str, str]) -> dict[str, Any]:
+    """The task's files. Keys of a ConfigMap have no folders; where each file belongs is said where it is mounted."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job, cluster, f"{job.name}-task"),
+        "immutable": True,
+        "data": {_key(path): text for path, text in files.items()},
+    }
+
+
+def service(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """Gives each pod a name that stays when the pod is replaced, from its first moment on."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job, cluster, job.name),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": own_labels(job),
+            "ports": [{"name": RENDEZVOUS, "port": PORT}],
+        },
+    }
+
+
+def worker_job(
+    job: Job, cluster: Cluster, words: list[str], files: Mapping[str, str], subdomain: str | None
+) -> dict[str, Any]:
+    """The specification of the Job whose pods train, one for each node."""
+    least, most = job.nodes
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": most,
+        "parallelism": most,
+        # A failure of the job is one of every pod: a limit for all together would be used up by the first one.
+        "backoffLimitPerIndex": cluster.backoff,
+        "maxFailedIndexes": most - least,
+        "podFailurePolicy": pod_failure_policy(),
+    }
+    if least < most:
+        # A pod ends well when the training has, whoever is still waiting for a node.
+        spec["successPolicy"] = {"rules": [{"succeededCount": least}]}
+    container = {
+        "name": "rung",
+        "image": cluster.image,
+        "command": ["rung"],
+        "args": words,
+        **environment(job, cluster),
+        **_some(resources=resources(job, cluster)),
+        "securityContext": container_rights(),
+        "volumeMounts": volume_mounts(cluster, files),
+    }
+    pod = {
+        **_some(subdomain=subdomain),
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_seconds + _SPARE_SECONDS,
+        **_account(cluster),
+        "securityContext": pod_rights(),
+        **placement(cluster),
+        "containers": [container],
+        "volumes": volumes(job, cluster, files),
+    }
+    return {**spec, "template": {"metadata": {"labels": {**dict(cluster.labels), **own_labels(job)}}, "spec": pod}}
+
+
+def rendezvous_job(job: Job, cluster: Cluster, subdomain: str | None) -> dict[str, Any]:
+    """The specification of the Job that keeps the meeting place of an elastic one, so that no pod is indispensable."""
+    container = {
+        "name": "rung",
+        "image": cluster.image,
+        "command": ["rung"],
+        "args": ["rdzv", str(PORT), "--once"],
+        "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}],
+        "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}},
+        "securityContext": container_rights(),
+    }
+    pod = {
+        **_some(subdomain=subdomain),
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        **_pull_secrets(cluster),
+        "securityContext": pod_rights(),
+        "containers": [container],
+    }
+    return {
+        "completionMode": "Indexed",
+        "completions": 1,
+        "parallelism": 1,
+        "backoffLimit": cluster.backoff,
+        "podFailurePolicy": pod_failure_policy(),
+        "template": {"metadata": {"labels": {**dict(cluster.labels), **own_labels(job)}}, "spec": pod},
+    }
+
+
+def pod_failure_policy() -> dict[str, Any]:
+    """A pod that had to go, or asks to be resumed, is replaced without being counted; a mistake is not tried again."""
+
+    def on_exit(code: int, action: str) -> dict[str, Any]:
+        return {"action": action, "onExitCodes": {"containerName": "rung", "operator": "In", "values": [code]}}
+
+    return {
+        "rules": [
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            on_exit(RESUME_EXIT_CODE, "Ignore"),
+            on_exit(_MISTAKE_EXIT_CODE, "FailJob"),
+        ]
+    }
+
+
+def environment(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """Variables by value, and those that only the cluster's Secrets know."""
+    pairs = {"PYTHONUNBUFFERED": "1", **dict(job.environment)}
+    named = [{"name": name, "value": value} for name, value in pairs.items()]
+    secrets = [{"secretRef": {"name": name}} for name in cluster.secrets]
+    return {"env": named, **_some(envFrom=secrets)}
+
+
+def resources(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """Memory and GPUs are what a pod may have, cores what it has at least: a limit would make it pause."""
+    limits = _some(memory=cluster.memory)
+    if job.gpus:
+        limits[_GPU] = job.gpus
+    requests = _some(cpu=cluster.cpus, memory=cluster.memory)
+    return _some(requests=requests, limits=limits)
+
+
+def volumes(job: Job, cluster: Cluster, files: Mapping[str, str]) -> list[dict[str, Any]]:
+    memory = {"medium": "Memory", **_some(sizeLimit=cluster.shm_size)}
+    claims = [
+        {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
+        for number, (claim, _) in enumerate(cluster.volumes)
+    ]
+    task = {
+        "name": "task",
+        "configMap": {"name": f"{job.name}-task", "items": [{"key": _key(path), "path": path} for path in files]},
+    }
+    return [{"name": "shared-memory", "emptyDir": memory}, *claims, *([task] if files else [])]
+
+
+def volume_mounts(cluster: Cluster, files: Mapping[str, str]) -> list[dict[str, Any]]:
+    claims = [{"name": f"volume-{number}", "mountPath": path} for number, (_, path) in enumerate(cluster.volumes)]
+    task = {"name": "task", "mountPath": TASK_FOLDER, "readOnly": True}
+    return [{"name": "shared-memory", "mountPath": "/dev/shm"}, *claims, *([task] if files else [])]
+
+
+def placement(cluster: Cluster) -> dict[str, Any]:
+    """Which nodes the pods may run on."""
+    return _some(
+        nodeSelector=dict(cluster.node_selector), tolerations=[_toleration(text) for text in cluster.tolerations]
+    )
+
+
+def pod_rights() -> dict[str, Any]:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": _USER,
+        "runAsGroup": _USER,
+        "fsGroup": _USER,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_rights() -> dict[str, Any]:
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def _account(cluster: Cluster) -> dict[str, Any]:
+    """Training asks nothing of the cluster's API, so a pod gets no key to it unless somebody names an account."""
+    named = _some(serviceAccountName=cluster.service_account)
+    return {
+        **(named or {"automountServiceAccountToken": False}),
+        "enableServiceLinks": False,
+        **_pull_secrets(cluster),
+    }
+
+
+def _pull_secrets(cluster: Cluster) -> dict[str, Any]:
+    return _some(imagePullSecrets=[{"name": name} for name in cluster.pull_secrets])
+
+
+def _toleration(text: str) -> dict[str, str]:
+    taint, _, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    told = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    return {"key": key, **told, **_some(effect=effect)}
+
+
+def _key(path: str) -> str:
+    return "__".join(PurePosixPath(path).parts)
+
+
+def _some(**values: Any) -> dict[str, Any]:
+    """Those that are there."""
+    return {name: value for name, value in values.items() if value}
