@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -109,7 +110,7 @@ def anchors(page: str) -> set[str]:
     """The names by which headings can be linked to, as GitHub and MyST make them."""
     found: set[str] = set()
     tokens = _tokens(page)
-    for token, following in zip(tokens, tokens[1:], strict=False):
+    for token, following in pairwise(tokens):
         if token.type == "heading_open":
             words = "".join(c.content for c in following.children or () if c.type in ("text", "code_inline"))
             slug = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
@@ -185,8 +186,7 @@ def _without_comment(line: str) -> str:
 
 
 def rung_arguments(words: list[str]) -> list[list[str]]:
-    """What `rung` is called with in a line of words, also through mpirun, torchrun, srun or kubectl; several times where
-    commands are joined."""
+    """What `rung` is called with in a line, also by mpirun or torchrun; several times where commands are joined."""
     found: list[list[str]] = []
     for part in _parts(words):
         module = next((i for i in range(1, len(part)) if part[i] in ("rung", "rung.cli") and part[i - 1] == "-m"), None)

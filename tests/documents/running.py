@@ -1,4 +1,4 @@
-"""Which commands of the documents are run, with which exit code, what their placeholders stand for, and what is not run."""
+"""Which commands of the documents are run and which are not, their exit codes, and what placeholders stand for."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def optimizer(model):
 
 
 def _held_tasks() -> dict[str, str]:
-    """Tasks that are not in the repository: the reader's own, those that pages show, and those that `rung new` makes."""
+    """Tasks that are no files of the project: the reader's own, those that pages show, those that `rung new` makes."""
     found = {"task.py": TEMPLATE.format(path="task.py"), "broken/task.py": _BROKEN}
     for page in page_names():
         found.update({block.name: block.text for block in blocks(page) if block.kind == "file"})

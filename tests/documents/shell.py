@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import re
@@ -27,7 +28,7 @@ _COPIED = ("examples", "benchmarks", "docs", "src", "tests", "Makefile", "README
 
 
 def copy_project(folder: Path, page: str) -> None:
-    """What a reader has who cloned the project and has run `make demo`; tasks that end early; files that the page has."""
+    """What a reader has after `make demo`, but with tasks that end early; and the files that the page shows."""
     for name in _COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -49,7 +50,7 @@ def copy_project(folder: Path, page: str) -> None:
 
 
 class Shell:
-    """One bash in a folder. A command's exit code and what it said; placeholders are filled in from what ran before."""
+    """One bash in a folder, for all commands of a page. Placeholders are filled in from what ran before."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -70,10 +71,8 @@ class Shell:
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def run(self, command: Command) -> tuple[int, str]:

@@ -71,7 +71,7 @@ def test_prompts_continuations_and_comments_are_understood():
         (10, 'rung train "a #1.py" --nproc 2'),
         (13, "rung strategies"),
     ]
-    words = "mpirun -n 2 rung train a.py && torchrun -m rung.cli doctor".split()
+    words = ["mpirun", "-n", "2", "rung", "train", "a.py", "&&", "torchrun", "-m", "rung.cli", "doctor"]
     assert rung_arguments(words) == [["train", "a.py"], ["doctor"]]
 
 

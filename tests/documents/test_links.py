@@ -18,7 +18,7 @@ def test_links_lead_somewhere(page):
 def _problem(link) -> str:
     parts = urlsplit(link.target)
     if parts.scheme:
-        is_address = parts.scheme in ("http", "https") and "." in parts.netloc or parts.scheme == "mailto"
+        is_address = (parts.scheme in ("http", "https") and "." in parts.netloc) or parts.scheme == "mailto"
         return "" if is_address else "is no address"
     file = (ROOT / link.page).parent / unquote(parts.path) if parts.path else ROOT / link.page
     if ROOT not in [file.resolve(), *file.resolve().parents]:
