@@ -1,13 +1,18 @@
 """What the program that started this process says of its place in the job. The one place that asks; imports no torch.
 
-Rung's own launcher and torchrun speak the language of torch (RANK, WORLD_SIZE, MASTER_ADDR, ...), MPI's launchers each
-their own. Code that runs later in the same process, RPC and torch included, reads torch's: `describe` translates.
+Rung's own launcher and torchrun speak the language of torch (RANK, WORLD_SIZE, MASTER_ADDR, ...), MPI's launchers and
+Slurm's srun each their own. Code that runs later in the same process, RPC and torch included, reads torch's: `describe`
+translates. Where this process is to start ranks itself, clusters may still say how many, and where machines meet.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rung.errors import ConfigError
 
 # Rank, size, and the same on this machine. A family counts when all four are there: Slurm sets two of the last one's
 # for every job, whoever then starts processes.
@@ -19,18 +24,32 @@ _MPI = (
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What names a job among those of one machine, the most telling first.
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+# What srun says to each task of a step, and only there: a batch script and the shell of salloc see those of the job.
+_SLURM = (
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST",
+)  # fmt: skip
+# The variables that torchrun takes its settings from, by the name of ours.
+_PET = {
+    "nnodes": "PET_NNODES",
+    "nproc": "PET_NPROC_PER_NODE",
+    "rdzv": "PET_RDZV_ENDPOINT",
+    "max_restarts": "PET_MAX_RESTARTS",
+}
+_SLURM_PORTS = range(15000, 25000)  # below those that systems give away by themselves
 
 
 @dataclass(frozen=True)
 class Place:
     """The place of this process in a job whose processes were started by another program than Rung."""
 
-    launcher: str  # mpirun, torchrun
+    launcher: str  # mpirun, torchrun, srun
     rank: int
     size: int
     local_rank: int
     local_size: int
     job: str = ""  # what the job is called on this machine
+    node: str = ""  # what the launcher calls this machine, if it says so
 
     @property
     def is_main(self) -> bool:
@@ -41,16 +60,47 @@ class Place:
         return self.local_size == self.size
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of a Slurm job: srun has started its tasks, of which this process is one."""
+
+    place: Place
+    tasks: tuple[int, ...]  # on each of its machines
+    head: str  # the machine of task 0, as Slurm calls it
+    port: int  # the same for all tasks of the step, and most likely another one in other jobs
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tasks)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A setting of which the environment speaks, to a process that starts ranks itself."""
+
+    setting: str
+    value: str
+    variable: str
+
+
 def is_in_environment(name: str) -> bool:
     """Whether the user has set a variable of another program's."""
     return name in os.environ
 
 
 def outside_place() -> Place | None:
-    """Where this process stands if torchrun or mpirun started it as one of several; None if nobody did."""
+    """Where this process stands if torchrun, mpirun or srun started it as one of several; None if nobody did."""
     if "TORCHELASTIC_RUN_ID" in os.environ and has_store() and (numbers := _numbers(_TORCHRUN)) is not None:
         return Place("torchrun", *numbers, os.environ["TORCHELASTIC_RUN_ID"])
-    return mpi_place()
+    return silent_place()
+
+
+def silent_place() -> Place | None:
+    """The same for those who do not say it in torch's words. mpirun may use srun to reach its machines."""
+    place = mpi_place()
+    if place is None and (step := slurm_step()) is not None:
+        place = step.place
+    return place
 
 
 def mpi_place() -> Place | None:
@@ -61,6 +111,75 @@ def mpi_place() -> Place | None:
             job = next((os.environ[name] for name in _JOB_NAMES if name in os.environ), f"parent-{os.getppid()}")
             return Place("mpirun", *numbers, job)
     return None
+
+
+def slurm_step() -> Step | None:
+    """What srun says of this process; None where it started no other than this one."""
+    if not all(name in os.environ for name in _SLURM):
+        return None
+    job, step, rank, local_rank, node, size = (os.environ[name] for name in _SLURM[:6])
+    tasks = tuple(_tasks_per_node(os.environ["SLURM_STEP_TASKS_PER_NODE"]))
+    if int(size) == 1 or int(node) >= len(tasks):
+        return None
+    name = os.environ.get("SLURMD_NODENAME", "")
+    place = Place("srun", int(rank), int(size), int(local_rank), tasks[int(node)], f"{job}.{step}", name)
+    head = os.environ.get("MASTER_ADDR") or _first_host(os.environ["SLURM_STEP_NODELIST"])
+    port = os.environ.get("MASTER_PORT") or _SLURM_PORTS[(31 * int(job) + int(step)) % len(_SLURM_PORTS)]
+    return Step(place, tasks, head, int(port))
+
+
+def _tasks_per_node(text: str) -> Iterator[int]:
+    """2(x3),1 is 2, 2, 2, 1."""
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        yield from [int(count)] * int(times or 1)
+
+
+def _first_host(text: str) -> str:
+    """gpu003 of gpu[003-004,7],cpu1."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", text).partition(",")[0]
+
+
+def contradiction(place: Place) -> str | None:
+    """Where torch's words, which somebody has exported for all processes, do not fit what the launcher says."""
+    for name, value in (("WORLD_SIZE", place.size), ("RANK", place.rank)):
+        if os.environ.get(name, str(value)) != str(value):
+            return (
+                f"{name}={os.environ[name]} is in the environment, and {place.launcher} says that this is rank "
+                f"{place.rank} of {place.size}. Do not export {name}: it follows from {place.launcher}."
+            )
+    return None
+
+
+def told_settings() -> list[Told]:
+    """What the cluster says of machines and processes to one that starts ranks: the variables from which torchrun takes
+    its own settings (Kubeflow sets them), or those of a Slurm step with a task on each machine."""
+    return _told_by_torch() or _told_by_slurm()
+
+
+def _told_by_torch() -> list[Told]:
+    found = {key: Told(key, os.environ[name], name) for key, name in _PET.items() if os.environ.get(name)}
+    if "nproc" in found and found["nproc"].value in ("auto", "gpu"):
+        del found["nproc"]  # one process for each GPU is what happens anyway
+    elif "nproc" in found and found["nproc"].value == "cpu":
+        found["nproc"] = replace(found["nproc"], value=str(os.cpu_count() or 1))
+    if "rdzv" not in found and os.environ.get("PET_MASTER_ADDR"):
+        port = os.environ.get("PET_MASTER_PORT") or "29500"  # torchrun's, where nothing says another one
+        found["rdzv"] = Told("rdzv", f"{os.environ['PET_MASTER_ADDR']}:{port}", "PET_MASTER_ADDR")
+    backend = os.environ.get("PET_RDZV_BACKEND", "c10d")
+    if "rdzv" in found and backend not in ("c10d", "static"):
+        raise ConfigError(
+            f"PET_RDZV_BACKEND={backend} and PET_RDZV_ENDPOINT={found['rdzv'].value} are in the environment. Rung's "
+            "machines meet by c10d: name one of them, and a free port there."
+        )
+    return list(found.values())
+
+
+def _told_by_slurm() -> list[Told]:
+    step = slurm_step()
+    if step is None:
+        return []
+    nodes = Told("nnodes", str(step.num_nodes), "SLURM_STEP_NUM_NODES")
+    return [nodes, Told("rdzv", f"{step.head}:{step.port}", "SLURM_STEP_NODELIST")]
 
 
 def _numbers(names: tuple[str, str, str, str]) -> tuple[int, int, int, int] | None:
@@ -92,8 +211,8 @@ def environment_local_rank() -> int:
 
 
 def _untold_place() -> Place | None:
-    """The place that MPI's launcher speaks of, unless torch's words say where this process stands."""
-    return None if "WORLD_SIZE" in os.environ else mpi_place()
+    """The place that MPI's launcher or srun speaks of, unless torch's words say where this process stands."""
+    return None if "WORLD_SIZE" in os.environ else silent_place()
 
 
 def set_environment_sizes(size: int, local_size: int) -> None:

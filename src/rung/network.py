@@ -1,17 +1,21 @@
-"""Which address and interface of this machine reach another one. Standard library only."""
+"""Which address and interface of this machine reach another one, and what names mean. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import struct
+import subprocess
 from pathlib import Path
 
 from rung.errors import EnvironmentProblem
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_SOMEWHERE = "192.0.2.1"  # nobody's address; the way to it is the default route
+_SCONTROL_SECONDS = 20.0
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
@@ -40,21 +44,57 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def address_among_others(host: str, port: int) -> tuple[str, bool]:
+    """The address under which this machine meets others at `host`, and whether `host` is this machine.
+
+    Many systems let their own name mean loopback, where nobody else finds them. Then it is the address of the default
+    route, or of any interface. Who says localhost means it.
+    """
+    remote = resolve_host(host, port)
+    is_loopback = remote.startswith("127.") or remote == "::1"
+    if not is_loopback or host == "localhost" or host == remote:
+        address = address_towards(host, port)
+        return address, is_loopback or address == remote
+    with contextlib.suppress(EnvironmentProblem):
+        return address_towards(_SOMEWHERE, 1), True
+    outward = [address for address in _own_addresses().values() if not address.startswith("127.")]
+    return outward[0] if outward else address_towards(host, port), True
+
+
+def slurm_address(node: str) -> str:
+    """A name or address of one of Slurm's machines. Slurm's own name need not be one that the network knows."""
+    with contextlib.suppress(EnvironmentProblem):
+        resolve_host(node, 1)
+        return node
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = ["scontrol", "show", "node", node]
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True).stdout
+        if (found := re.search(r"\bNodeAddr=(\S+)", told)) is not None:
+            return found.group(1)
+    raise EnvironmentProblem(
+        f"task 0 of this Slurm step is on {node}, a name that does not resolve here, and scontrol tells no address. "
+        "Export MASTER_ADDR with the address of that machine."
+    )
+
+
 def interface_of(address: str) -> str | None:
     """The network interface that carries an address; None where the system does not tell."""
     if ":" in address:
         return _interface_of_ipv6(address)
     if address.startswith("127."):
         return "lo" if Path("/sys/class/net/lo").exists() else None
+    return next((name for name, own in _own_addresses().items() if own == address), None)
+
+
+def _own_addresses() -> dict[str, str]:
+    """The IPv4 address of each interface that has one."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:
+            with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
 
 
 def _interface_of_ipv6(address: str) -> str | None:

@@ -1,8 +1,8 @@
 """Where ranks that others than Rung have started find each other: rank 0 keeps a store, and its address reaches them.
 
 torchrun says it in the environment. Otherwise it travels over MPI itself where MPI is used; ranks of one
-machine find it in a file that only they know of; those of several have no way to ask each other without MPI, and the
-user has to say it.
+machine find it in a file that only they know of; those of several know the first machine if Slurm has started them, and
+else have no way to ask each other without MPI: the user has to say it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import os
 import socket
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rung.environment import Place, has_store, store_address
+from rung.environment import Place, Step, has_store, is_in_environment, slurm_step, store_address
 from rung.errors import EnvironmentProblem
 from rung.mpi import library
-from rung.network import address_towards, answers
+from rung.network import address_towards, answers, slurm_address
 from rung.processes import is_running
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def _open(place: Place, over_mpi: bool) -> TCPStore:
         return _meet_over_mpi(place, library.start())
     if place.is_one_machine:
         return _meet_in_file(place)
+    if (step := slurm_step()) is not None and step.place == place:
+        return _meet_at_head(step)
     if library.is_installed():
         return _meet_over_mpi(place, library.start())
     raise EnvironmentProblem(
@@ -55,6 +58,26 @@ def _open(place: Place, over_mpi: bool) -> TCPStore:
         "'rung[mpi]'), over which rank 0 can tell its address, or say it: mpirun -x MASTER_ADDR=HOST -x "
         "MASTER_PORT=29500 ..., with the host of rank 0."
     )
+
+
+def _meet_at_head(step: Step) -> TCPStore:
+    """On Slurm's first machine, at a port that follows from the numbers of job and step."""
+    place = step.place
+    if place.is_main and place.node not in ("", step.head) and not is_in_environment("MASTER_ADDR"):
+        raise EnvironmentProblem(
+            f"rank 0 is on {place.node}, and the first machine of this Slurm step is {step.head}, where the others "
+            "look for it. Leave out --distribution=arbitrary, or export MASTER_ADDR with the machine of rank 0."
+        )
+    host = slurm_address(step.head)
+    if not place.is_main:
+        return TCPStore(host, step.port, None, False, timeout=timedelta(seconds=_MEET_SECONDS))
+    try:
+        return TCPStore(host, step.port, None, True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise EnvironmentProblem(
+            f"port {step.port} of {step.head}, where the ranks of this Slurm step meet, cannot be listened at: "
+            f"{str(error).splitlines()[0]} Export another one: MASTER_PORT=29500."
+        ) from None
 
 
 def _meet_over_mpi(place: Place, world: MPI.Intracomm) -> TCPStore:

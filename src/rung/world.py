@@ -28,7 +28,7 @@ from rung.environment import (
     environment_rank,
     environment_size,
     has_store,
-    mpi_place,
+    silent_place,
 )
 from rung.errors import EnvironmentProblem, StrategyError
 from rung.like_cuda import like_cuda
@@ -294,7 +294,7 @@ def open_world(
 def _join_group(backend: str, rank: int, size: int, timeout: datetime.timedelta) -> None:
     if backend == mpi.BACKEND:
         mpi.register()
-    place = mpi_place()
+    place = silent_place()
     store: Any = None  # the environment says where it is
     if not has_store() and place is not None:
         store = open_store(place, over_mpi=backend == mpi.BACKEND)

@@ -30,7 +30,7 @@ from rung.config import RunConfig
 from rung.errors import EnvironmentProblem, StrategyError
 from rung.launch.elastic import FINISHED
 from rung.launch.rounds import Fate, Lookout, News, Round
-from rung.network import address_towards, answers, interface_of, resolve_host, split_endpoint
+from rung.network import address_among_others, answers, interface_of, split_endpoint
 from rung.strategy import fit
 
 # torch's defaults make every join and every loss of a machine cost half a minute.
@@ -38,6 +38,7 @@ _TIMING = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_att
 _JOIN_SECONDS = 7 * 24 * 3600  # how long to wait for other machines is for whoever started the job to say
 _STORE_SECONDS = 20
 _PARTING_SECONDS = 3.0
+_NAME_SECONDS = 60.0  # for the name of another machine to become known
 _ABANDONED_SECONDS = 8.0  # without a sign of life of any launcher
 
 
@@ -265,9 +266,9 @@ class Meeting:
         def end() -> None:
             self.stop_watching()
             self.agree("ending", json.dumps([kind, headline]))
-            self.handler.shutdown()
             if kind == "finished":
                 self._base.set(FINISHED, "1")
+            self.handler.shutdown()
             self._end_generation()
             self._part_as_keeper() if self.hosts_store else self._store.add("gone", 1)
 
@@ -314,8 +315,7 @@ def open_meeting(endpoint: str | None, nodes: tuple[int, int], say: Callable[[st
         store = TCPStore("127.0.0.1", 0, None, True, timeout=timeout, wait_for_workers=False)
         return Meeting(store, nodes, "127.0.0.1", None, True)
     host, port = split_endpoint(endpoint)
-    address = address_towards(host, port)
-    is_ours = address == resolve_host(host, port)
+    address, is_ours = _find(host, port, say)
     if is_ours and not answers(host, port):
         with contextlib.suppress(RuntimeError):  # another launcher of this machine was quicker
             store = TCPStore(host, port, None, True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
@@ -327,6 +327,22 @@ def open_meeting(endpoint: str | None, nodes: tuple[int, int], say: Callable[[st
             told = True
         time.sleep(0.2)
     return Meeting(_connect(host, port), nodes, address, endpoint, False)
+
+
+def _find(host: str, port: int, say: Callable[[str], None]) -> tuple[str, bool]:
+    """The address of this machine among the others. In a cluster a machine's name is known once it is there: who comes
+    before it waits."""
+    started, told = time.monotonic(), False
+    while True:
+        try:
+            return address_among_others(host, port)
+        except EnvironmentProblem as error:
+            if time.monotonic() > started + _NAME_SECONDS:
+                raise
+            if not told and time.monotonic() > started + 2:
+                say(f"{str(error).rstrip('.')}; looking for it for {_NAME_SECONDS:.0f} s")
+                told = True
+        time.sleep(0.5)
 
 
 def _connect(host: str, port: int) -> Any:

@@ -1,4 +1,4 @@
-"""`rung train` in a process that is a rank already: mpirun or torchrun has started one for each.
+"""`rung train` in a process that is a rank already: mpirun, torchrun or srun has started one for each.
 
 Nothing is launched then. The processes agree on the run's directory over a store; each trains, rank 0 with the console
 beside it, and they watch each other in the launcher's stead. What only a launcher can do, to start ranks again or
@@ -22,8 +22,8 @@ from rich.console import Console
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rung.config import Resolved, RunConfig
-from rung.environment import Place, describe, outside_attempt
-from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
+from rung.environment import Place, contradiction, describe, outside_attempt, store_address
+from rung.errors import RESUME_EXIT_CODE, ConfigError, EnvironmentProblem, StrategyError
 from rung.launch.console import JobConsole
 from rung.launch.elastic import Terms, announce, retire
 from rung.launch.peers import REPORTED, PeerWatch
@@ -31,7 +31,7 @@ from rung.launch.rank import flush, leave_when_asked, say_last_words, speak_into
 from rung.launch.stacks import answer_with_stack
 from rung.loop import Summary
 from rung.mpi import library as mpi
-from rung.network import interface_of
+from rung.network import address_among_others, interface_of
 from rung.processes import machine_name, parent_has_terminal, share_of_cores
 from rung.status import StatusBoard
 from rung.store import open_store
@@ -39,7 +39,7 @@ from rung.strategy import Layout, default_name, parse
 from rung.train import Job, worker
 
 _GOODBYE_SECONDS = 10.0
-_SIZE_FLAGS = {"mpirun": "mpirun -n", "torchrun": "torchrun --nproc-per-node"}
+_SIZE_FLAGS = {"mpirun": "mpirun -n", "torchrun": "torchrun --nproc-per-node", "srun": "srun --ntasks"}
 # What only Rung's own launcher can do, and the value that asks for nothing of the kind.
 _LAUNCHERS = {"nnodes": "1", "rdzv": None, "max_restarts": None}
 
@@ -49,6 +49,8 @@ _LAUNCHERS = {"nnodes": "1", "rdzv": None, "max_restarts": None}
 
 def fit_to_place(resolved: Resolved, place: Place) -> Resolved:
     """Refuse what contradicts the place of this process. What an old run had of it is left behind."""
+    if (words := contradiction(place)) is not None:
+        raise ConfigError(words)
     config = resolved.config
     dropped: dict[str, Any] = {}
     for name, nothing in _LAUNCHERS.items():
@@ -59,17 +61,24 @@ def fit_to_place(resolved: Resolved, place: Place) -> Resolved:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value} is for Rung's own launcher. This job was started by "
                 f"{place.launcher}, which decides how many processes there are, and where. Leave it out, or start "
-                "`rung train` by itself."
+                f"{_itself(place)}."
             )
         dropped[name] = nothing
     if config.nproc is not None and config.nproc != str(place.local_size):
         if resolved.origins.get("nproc") != "run":
             raise ConfigError(
-                f"--nproc {config.nproc} and {place.launcher}'s {place.local_size} processes on this machine "
-                f"({place.size} in all) contradict each other. Leave --nproc out: {place.launcher} has started them."
+                f"--nproc {config.nproc} and {place.launcher}'s {place.local_size} "
+                f"process{'es' if place.local_size > 1 else ''} on this machine ({place.size} in all) contradict each "
+                f"other. Leave --nproc out: {place.launcher} has started them."
             )
         dropped["nproc"] = None
     return replace(resolved, config=replace(config, **dropped))
+
+
+def _itself(place: Place) -> str:
+    if place.launcher != "srun":
+        return "`rung train` by itself"
+    return "one `rung train` on each machine, with srun --ntasks-per-node=1, --nproc N and --nnodes N"
 
 
 def spread(config: RunConfig, place: Place) -> tuple[str, Layout, Terms]:
@@ -112,6 +121,8 @@ class Gathering:
 
     def __init__(self, place: Place, backend: str) -> None:
         self.place = place
+        # Slurm can have several on one system.
+        self.machine = f"{machine_name()}-{place.node}" if place.node else machine_name()
         # Kept as long as the process lives: rank 0's is the one that all groups use.
         self._whole = open_store(place, over_mpi=backend == "mpi")
         describe(place, self._whole.host, self._whole.port)
@@ -125,7 +136,7 @@ class Gathering:
 
     def from_leader(self, key: str, prepare: Callable[[], None]) -> None:
         """Let the first rank of each machine prepare something for all of its ranks."""
-        key = f"{key}/{machine_name()}"
+        key = f"{key}/{self.machine}"
         if self.place.local_rank == 0:
             prepare()
             self._store.set(key, "done")
@@ -153,7 +164,7 @@ def run_rank(job: Job, gathering: Gathering, terms: Terms, farewell: Callable[[S
     """Train as the rank that this process is, and end it. `farewell` says on rank 0 how it went."""
     assert job.run_dir is not None
     place, folder = gathering.place, Path(job.run_dir)
-    state = folder / ".state" if place.is_one_machine else folder / ".state" / machine_name()
+    state = folder / ".state" if place.is_one_machine else folder / ".state" / gathering.machine
     gathering.from_leader("state", lambda: _make_state(state, folder, place, terms))
     board = StatusBoard(state / "status", place.size)
     status = board.writer(place.rank)
@@ -213,8 +224,10 @@ def _make_state(state: Path, folder: Path, place: Place, terms: Terms) -> None:
 
 
 def _use_machine(place: Place) -> None:
-    if place.is_one_machine and (loopback := interface_of("127.0.0.1")) is not None:
-        # Do not depend on how the machine's name resolves.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    # Do not depend on how the machine's name resolves: often to loopback, where no other machine is.
+    with contextlib.suppress(EnvironmentProblem):
+        address = "127.0.0.1" if place.is_one_machine else address_among_others(*store_address()[:2])[0]
+        if (interface := interface_of(address)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores(place.local_size))

@@ -1,22 +1,122 @@
-"""For commands beside `rung train` that need ranks: whether to start them, or to be one of those that are there."""
+"""Whether a command starts ranks or is one of those that are there, and what the cluster says of their number."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from rung.environment import Place, outside_place
+from rung.config import Resolved, check, count_range
+from rung.environment import Place, Step, Told, outside_place, slurm_step, told_settings
 from rung.errors import ConfigError
+from rung.network import slurm_address, split_endpoint
 from rung.processes import share_of_cores
+
+_MACHINES = ("nproc", "nnodes", "rdzv")
+
+
+def place_of_command(given: Mapping[str, Any]) -> Place | None:
+    """Where this process stands in the job of torchrun, mpirun or srun; None if it is to start ranks itself.
+
+    srun may have started either: tasks that are ranks, or a launcher on each machine, which the settings that are
+    `given` tell apart.
+    """
+    place, step = outside_place(), slurm_step()
+    if place is None or step is None or place != step.place:
+        return place
+    nproc, nnodes, rdzv = (given.get(name) for name in _MACHINES)
+    nodes = count_range(str(nnodes or 1), "nnodes")
+    only_one_each = set(step.tasks) == {1}
+    if nodes[1] == 1 and rdzv is None and (nproc is None or str(nproc) == str(place.local_size) or not only_one_each):
+        return place
+    if not only_one_each:
+        raise ConfigError(_several_tasks(step, given))
+    return None
+
+
+def _several_tasks(step: Step, given: Mapping[str, Any]) -> str:
+    asked = " ".join(f"--{name} {given[name]}" for name in ("nnodes", "rdzv") if given.get(name) is not None)
+    here = f"{step.place.local_size} tasks on this machine ({step.place.size} on {step.num_nodes})"
+    return (
+        f"{asked} is for one launcher on each machine, and srun has started {here}. Start one on each, `srun "
+        "--ntasks-per-node=1 rung train --nproc N ...`, or leave the flags out: then each task is a rank."
+    )
+
+
+def take_told(resolved: Resolved) -> tuple[Resolved, str]:
+    """The settings of a launcher with what the cluster says, which flags may repeat, and a line that tells of it.
+
+    What the task or an old run says of machines gives way: neither knows where it is started.
+    """
+    config, origins, taken = resolved.config, dict(resolved.origins), list[str]()
+    for told in _useful(resolved):
+        given, origin = getattr(config, told.setting), origins.get(told.setting, "default")
+        value = check(told.setting, _readable(told))
+        if origin in ("default", "task", "run"):
+            config = replace(config, **{told.setting: value})
+            origins[told.setting] = f"environment {told.variable}"
+            taken.append(f"--{told.setting.replace('_', '-')} {value} ({told.variable})")
+        elif not _agrees(told, str(given), str(value)):
+            raise ConfigError(_contradiction(told, given, origin))
+    line = f"from the environment: {', '.join(taken)}" if taken else ""
+    return replace(resolved, config=config, origins=origins), line
+
+
+def _useful(resolved: Resolved) -> list[Told]:
+    """What the cluster says; the place to meet only if there are several machines to meet."""
+    found = told_settings()
+    nodes = next((told.value for told in found if told.setting == "nnodes"), resolved.config.nnodes)
+    is_alone = count_range(nodes, "nnodes")[1] == 1
+    return [told for told in found if told.setting != "rdzv" or not is_alone]
+
+
+def _readable(told: Told) -> Any:
+    if told.setting == "max_restarts":
+        if not told.value.isdigit():
+            raise ConfigError(f"{told.variable}={told.value} is in the environment, and is no number.")
+        return int(told.value)
+    if told.variable == "SLURM_STEP_NODELIST":
+        host, port = split_endpoint(told.value)
+        return f"{slurm_address(host)}:{port}"
+    return told.value
+
+
+def _agrees(told: Told, given: str, value: str) -> bool:
+    """A range agrees with a number in it. Machines may meet elsewhere than at the first one, if only all do."""
+    if told.variable in ("PET_MASTER_ADDR", "SLURM_STEP_NODELIST") or given == value:
+        return True
+    if told.setting in ("nnodes", "nproc") and value.isdigit():
+        least, most = count_range(given, told.setting)
+        return least <= int(value) <= most
+    return False
+
+
+def _contradiction(told: Told, given: Any, origin: str) -> str:
+    flag = f"--{told.setting.replace('_', '-')}"
+    asked = f"{flag} {given}" if origin == "flag" else f"{told.setting} = {given} ({origin})"
+    if told.variable.startswith("SLURM"):
+        return (
+            f"{asked} contradicts srun, which has started this command on {told.value} machines ({told.variable}). "
+            f"Leave it out, or use srun --nodes {given}."
+        )
+    return (
+        f"{asked} contradicts {told.variable}={told.value}, which whoever started this process has put into its "
+        f"environment. Leave {flag} out, or unset {told.variable}."
+    )
+
+
+# -- commands beside `rung train` ------------------------------------------------------------------------------------
 
 
 def place_for(nproc: int | None, nnodes: int, rdzv: str | None) -> Place | None:
-    """Where this process stands in the job of torchrun or mpirun; None if ranks are to be started. Refuses flags that
+    """Where this process stands in the job of another launcher; None if ranks are to be started. Refuses flags that
     contradict it or each other."""
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one process is needed.")
     if (nnodes > 1) != (rdzv is not None) or nnodes < 1:
         raise ConfigError("several machines need both --nnodes N and --rdzv HOST:PORT, the same on each.")
-    place = outside_place()
+    place = place_of_command({"nproc": nproc, "nnodes": nnodes, "rdzv": rdzv})
     if place is not None and (nproc not in (None, place.local_size) or nnodes > 1):
         raise ConfigError(
             f"{place.launcher} has started {place.size} processes, {place.local_size} of them here: leave out --nproc, "
