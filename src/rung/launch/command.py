@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rung.config import Resolved, RunConfig, count_range, refuse_contradictions, resolve
-from rung.environment import Place, outside_place
+from rung.config import Resolved, RunConfig, count_range, read_toml, refuse_contradictions, resolve
+from rung.environment import Place
 from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
 from rung.launch import resume as old_run
 from rung.launch.elastic import Terms, running_launcher, terms_of
 from rung.launch.local import Stopped, launch, new_run_dir, new_run_name
 from rung.launch.server import warm_up
 from rung.launch.signals import Interrupted, leaving_at_once
+from rung.launch.where import place_of_command, take_told
 from rung.looking import refuse_missing_trackers, tracker_names
 from rung.strategy import Layout, default_name, fit, natural_num_ranks, parse
 from rung.task import Task, load_task
@@ -49,6 +50,7 @@ class Plan:
     layout: Layout  # of the largest world that it may have
     strategy: str
     terms: Terms
+    told: str = ""  # what was taken from the environment
 
     @property
     def config(self) -> RunConfig:
@@ -63,11 +65,12 @@ def prepare(
     assignments: Mapping[str, str] | None = None,
     run: Path | None = None,
     place: Place | None = None,
+    asks_cluster: bool = False,
 ) -> Plan:
     """Read task and settings, choose layout and device, and refuse what cannot be, before any process starts.
 
     `run` is the directory of a run that is to go on; its settings stand below all others. `place` is that of this
-    process where others have started it as a rank.
+    process where others have started it as a rank. With `asks_cluster`, what its environment says of machines counts.
     """
     with leaving_at_once():
         task = load_task(path)
@@ -83,6 +86,9 @@ def prepare(
     given = {key for key, value in {**(flags or {}), **(assignments or {})}.items() if value is not None}
     base = old_run.settings_of(run, given) if run is not None else None
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments, base=base)
+    told = ""
+    if asks_cluster and place is None:
+        resolved, told = take_told(resolved)
     if run is not None and base is not None:
         old_run.refuse_differences(task, resolved, base, run)
         if place is None and "strategy" in given and "nproc" not in given and not _fits(resolved.config):
@@ -106,7 +112,7 @@ def prepare(
         choose_backend(config.backend, device, layout)
     if layout.kind == "dp":
         choose_devices(layout, config.device, config.backend)
-    return Plan(task, resolved, layout, strategy, terms)
+    return Plan(task, resolved, layout, strategy, terms, told)
 
 
 def spread(config: RunConfig) -> tuple[str, Layout, Terms]:
@@ -152,7 +158,8 @@ def train(
     `resume` names a run to go on with; True takes the newest one. `resume_if_there` goes on with that of --out if
     there is one, and begins it otherwise: the same command then serves every start by a scheduler.
     """
-    place = outside_place()
+    file = read_toml(config_file) if config_file is not None else {}
+    place = place_of_command({**file, **{k: v for k, v in {**flags, **assignments}.items() if v is not None}})
     with leaving_at_once(resumable=True):
         if place is None:
             warm_up()
@@ -164,7 +171,17 @@ def train(
             run = old_run.run_if_there(load_task(path), resume, flags.get("out"))
         elif resume:
             run = old_run.find_run(load_task(path), resume, flags.get("out"))
-        plan = prepare(path, config_file=config_file, flags=flags, assignments=assignments, run=run, place=place)
+        plan = prepare(
+            path,
+            config_file=config_file,
+            flags=flags,
+            assignments=assignments,
+            run=run,
+            place=place,
+            asks_cluster=True,
+        )
+        if plan.told:
+            _say(console, plan.told)
         if run is not None and _says_that_all_is_done(plan, run, console):
             return 0
         from rung.launch.precision import half_precision_warning
