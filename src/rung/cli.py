@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rung.config import FLAGS, SETTINGS
-from rung.environment import outside_place
+from rung.environment import outside_place, told_settings
 from rung.errors import RESUME_EXIT_CODE, ConfigError, JobFailed, RungError
 from rung.flags import TRAINED, add_settings, assignments_of
 from rung.strategy import PRESETS, SCHEDULES
@@ -136,7 +136,7 @@ def _build_parser() -> _Parser:
     train = commands.add_parser(
         "train",
         help="train a task under a strategy",
-        description="Train a task under a strategy. Under mpirun or torchrun each process is a rank already.",
+        description="Train a task under a strategy. Under mpirun, torchrun or srun each process is a rank already.",
         usage="rung train [flags] task",  # of so many flags, a list of names only hides the list below
     )
     train.add_argument("task", help="a task file, or a directory with a task.py")
@@ -282,6 +282,8 @@ def _planned(options: argparse.Namespace, flags: dict[str, Any]) -> dict[str, An
 
     if options.resume or options.resume_if_there or outside_place() is not None:
         raise ConfigError("--strategy auto is for a new run that `rung train` starts. Name a strategy.")
+    if any(told.setting == "nnodes" and told.value != "1" for told in told_settings()):
+        raise ConfigError("--strategy auto is for one machine, and the environment speaks of several. Name a strategy.")
     return choose_flags(
         options.task,
         config_file=options.config,

@@ -41,7 +41,7 @@ def add_tools(commands: Any) -> None:
         help="all_reduce, broadcast and the others: correct, and how fast",
         description="Check and measure the collectives of a backend over sizes and types: a table, a chart (SVG) and "
         "records (JSON), with bandwidths as nccl-tests define them. Starts processes on this machine, or takes part in "
-        "a job of torchrun or mpirun. Exits with 1 if a result is wrong.",
+        "a job of torchrun, mpirun or srun. Exits with 1 if a result is wrong.",
     )
     _add_collectives(collectives)
     collectives.set_defaults(call=_collectives)
@@ -51,7 +51,7 @@ def add_tools(commands: Any) -> None:
         help="check this machine, or all of a job, before a long run",
         description="Check versions, names, ports, memory, limits, disk, GPUs and, with real ranks, the rendezvous, "
         "clocks, links and slow ranks: a verdict for each, and a fix. Starts processes on this machine, or takes part "
-        "in a job of torchrun or mpirun. Exits with 1 if a check failed.",
+        "in a job of torchrun, mpirun or srun. Exits with 1 if a check failed.",
     )
     _add_machines(doctor)
     doctor.add_argument("--backend", choices=_BACKENDS, help="as for rung train")

@@ -17,7 +17,7 @@ from rung.environment import Place
 from rung.errors import ConfigError, EnvironmentProblem, nearest
 from rung.launch.server import warm_up
 from rung.launch.signals import leaving_at_once
-from rung.launch.where import place_for, take_share_of_cores
+from rung.launch.where import find_machines, take_share_of_cores
 from rung.measured import BENCH_FOLDER, OPS, REDUCING, CollectiveRecord, Sweep, write_sweep
 
 if TYPE_CHECKING:  # torch is imported later, while the server that `warm_up` starts imports it, too
@@ -56,7 +56,11 @@ def collectives_command(asked: Asked) -> int:
     """Returns the exit code: 1 if a result was wrong or a call failed."""
     with leaving_at_once():
         sizes, dtypes, ops = parse_sizes(asked.sizes), _parse_dtypes(asked.dtypes), _parse_ops(asked.ops)
-        place = place_for(asked.nproc, asked.nnodes, asked.rdzv)
+        machines = find_machines(asked.nproc, asked.nnodes, asked.rdzv)
+        place = machines.place
+        asked = replace(asked, nproc=machines.nproc, nnodes=machines.nnodes, rdzv=machines.rdzv)
+        if machines.line:
+            sys.stderr.write(f"{machines.line}\n")
         if place is None:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             warm_up(["rung.bench.collectives", "torch.distributed.tensor"])

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from rung.doctor.finding import FAILED, NOT_HERE, OK, WARNING, Finding, fold, wo
 from rung.environment import Place
 from rung.launch.server import warm_up
 from rung.launch.signals import leaving_at_once
-from rung.launch.where import place_for, take_share_of_cores
+from rung.launch.where import find_machines, take_share_of_cores
 
 _STYLES = {OK: "green", WARNING: "yellow", FAILED: "red", NOT_HERE: "dim"}
 _SECONDS = 60  # for the ranks of one machine to meet
@@ -42,7 +42,11 @@ class Asked:
 def doctor_command(asked: Asked) -> int:
     """Returns the exit code: 1 if a check failed."""
     with leaving_at_once():
-        place = place_for(asked.nproc, asked.nnodes, asked.rdzv)
+        machines = find_machines(asked.nproc, asked.nnodes, asked.rdzv)
+        place = machines.place
+        asked = replace(asked, nproc=machines.nproc, nnodes=machines.nnodes, rdzv=machines.rdzv)
+        if machines.line:
+            sys.stderr.write(f"{machines.line}\n")
         if place is None:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             warm_up(["rung.doctor.ranks", "torch.distributed.tensor"])

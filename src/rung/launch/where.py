@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rung.config import Resolved, check, count_range
+from rung.config import SETTINGS, Resolved, RunConfig, check, count_range
 from rung.environment import Place, Step, Told, outside_place, slurm_step, told_settings
 from rung.errors import ConfigError
 from rung.network import slurm_address, split_endpoint
@@ -44,13 +44,15 @@ def _several_tasks(step: Step, given: Mapping[str, Any]) -> str:
     )
 
 
-def take_told(resolved: Resolved) -> tuple[Resolved, str]:
+def take_told(resolved: Resolved, only: Collection[str] = tuple(SETTINGS)) -> tuple[Resolved, str]:
     """The settings of a launcher with what the cluster says, which flags may repeat, and a line that tells of it.
 
     What the task or an old run says of machines gives way: neither knows where it is started.
     """
     config, origins, taken = resolved.config, dict(resolved.origins), list[str]()
     for told in _useful(resolved):
+        if told.setting not in only:
+            continue
         given, origin = getattr(config, told.setting), origins.get(told.setting, "default")
         value = check(told.setting, _readable(told))
         if origin in ("default", "task", "run"):
@@ -109,20 +111,41 @@ def _contradiction(told: Told, given: Any, origin: str) -> str:
 # -- commands beside `rung train` ------------------------------------------------------------------------------------
 
 
-def place_for(nproc: int | None, nnodes: int, rdzv: str | None) -> Place | None:
-    """Where this process stands in the job of another launcher; None if ranks are to be started. Refuses flags that
-    contradict it or each other."""
+@dataclass(frozen=True)
+class Machines:
+    """The job of a command: its place in one of another launcher, or the ranks that it is to start."""
+
+    place: Place | None
+    nproc: int | None
+    nnodes: int
+    rdzv: str | None
+    line: str = ""  # tells what was taken from the environment
+
+
+def find_machines(nproc: int | None, nnodes: int, rdzv: str | None) -> Machines:
+    """What flags and environment say together. Refuses flags that contradict it or each other."""
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one process is needed.")
-    if (nnodes > 1) != (rdzv is not None) or nnodes < 1:
-        raise ConfigError("several machines need both --nnodes N and --rdzv HOST:PORT, the same on each.")
     place = place_of_command({"nproc": nproc, "nnodes": nnodes, "rdzv": rdzv})
     if place is not None and (nproc not in (None, place.local_size) or nnodes > 1):
         raise ConfigError(
             f"{place.launcher} has started {place.size} processes, {place.local_size} of them here: leave out --nproc, "
             "--nnodes and --rdzv."
         )
-    return place
+    found = Machines(place, nproc, nnodes, rdzv) if place is not None else _with_told(nproc, nnodes, rdzv)
+    if (found.nnodes > 1) != (found.rdzv is not None) or nnodes < 1:
+        raise ConfigError("several machines need both --nnodes N and --rdzv HOST:PORT, the same on each.")
+    return found
+
+
+def _with_told(nproc: int | None, nnodes: int, rdzv: str | None) -> Machines:
+    given = {"nproc": str(nproc) if nproc is not None else None, "nnodes": str(nnodes), "rdzv": rdzv}
+    asked = {name: value for name, value in given.items() if value not in (None, "1") or name == "nproc"}
+    origins = {name: "flag" for name, value in asked.items() if value is not None}
+    resolved, line = take_told(Resolved(replace(RunConfig(), **asked), origins=origins), only=_MACHINES)
+    config = resolved.config
+    processes = count_range(config.nproc)[1] if config.nproc is not None else None
+    return Machines(None, processes, count_range(config.nnodes, "nnodes")[1], config.rdzv, line)
 
 
 def take_share_of_cores(place: Place) -> None:
