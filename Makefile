@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo browser test test-all lint bench bench-gpu bench-bubble bench-checkpoint bench-compression chaos clean
+.PHONY: demo browser test test-all lint docs ladder bench bench-gpu bench-bubble bench-checkpoint bench-compression chaos clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -15,6 +15,10 @@ BIN := .venv/bin
 
 .venv/bench: .venv/rung
 	$(BIN)/pip install --quiet --editable ".[bench,examples]"
+	touch $@
+
+.venv/docs: .venv/rung
+	$(BIN)/pip install --quiet --editable ".[docs,examples]"
 	touch $@
 
 demo: .venv/rung
@@ -46,6 +50,15 @@ test: lint browser
 
 test-all: lint browser
 	$(BIN)/pytest
+
+# The site, in site/: open site/index.html. A link that leads nowhere, or a page that no other names, is an error.
+docs: .venv/docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs -d build/docs . site
+	@echo "site/index.html"
+
+# The figures of docs/ladder.md, measured again on this machine, which should have nothing else to do; needs root.
+ladder: .venv/rung
+	$(BIN)/python -m benchmarks.ladder
 
 bench: .venv/bench
 	$(BIN)/python -m benchmarks.speed --device cpu

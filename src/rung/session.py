@@ -39,14 +39,24 @@ class StepStats:
     """A finished step. The tensors are global and on the device; reading them (`float(stats.loss)`) synchronises."""
 
     step: int
+    """The number of the step; the first is 1."""
     loss: Tensor
+    """The mean over all samples of the global batch, or over the units that the task's `loss_weight` counts."""
     grad_norm: Tensor | None
+    """The norm of the whole gradient before clipping; None where there is none to measure."""
     learning_rate: float
+    """The learning rate of the first parameter group in this step."""
     num_samples: int
+    """Samples of the global batch."""
 
 
 class Session:
-    """A task spread over the processes of this job. Made by `open_session`."""
+    """A task spread over the processes of this job. Made by `open_session`; use it as a context manager.
+
+    `session.task` is the task with its arguments fixed, `session.config` holds the settings, `session.num_steps` the
+    steps done so far. `session.world` says where this process stands: `world.rank`, `world.size`, `world.device`, and
+    `world.is_main` for what only one of them should do, such as printing. Every method is called by all ranks.
+    """
 
     def __init__(self, task: Task, strategy: str | None, total_steps: int | None, settings: Mapping[str, Any]) -> None:
         arguments = {key: value for key, value in settings.items() if "." in key}
@@ -77,14 +87,24 @@ class Session:
 
     @property
     def model(self) -> torch.nn.Module:
+        """The module as it is spread: under sharding its parameters are DTensors with the shapes of the whole."""
         return self.runtime.model
 
     def batches(self) -> Batches:
-        """The task's own training data, cut for this rank, from the step after the last one done on."""
+        """The task's own training data, cut for this rank, from the step after the last one done on.
+
+        Iterating gives windows, one for each step, over all epochs that the settings ask for. A window holds only what
+        this rank needs; give it to `step`.
+        """
         return make_batches(self.task, self.config, self.world, start_step=self.num_steps)
 
     def step(self, batch: Any) -> StepStats:
-        """One optimizer step on a global batch (the same on every rank), or on a window of `batches()`."""
+        """One optimizer step on a global batch (the same on every rank), or on a window of `batches()`.
+
+        The batch has the form that the task's model and loss take: a pair, a dict, or what its `forward` knows. Tensors
+        are moved to the device. Gradients are accumulated over micro-batches, clipped and applied, and the schedule
+        is advanced.
+        """
         window = batch if isinstance(batch, Window) else self._window(batch)
         self.num_steps += 1
         self._num_samples += window.num_global_samples
@@ -97,7 +117,7 @@ class Session:
         return StepStats(self.num_steps, loss, result.grad_norm, result.learning_rate, placed.num_global_samples)
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and metrics over the task's evaluation data."""
+        """Loss and metrics over the task's evaluation data, each sample once: `{"loss": ..., "accuracy": ...}`."""
         return self.runtime.evaluate(make_eval_batches(self.task, self.config, self.world))
 
     def save(self, path: str | Path) -> None:
@@ -128,6 +148,7 @@ class Session:
         return self.num_steps
 
     def close(self) -> None:
+        """Leave the process group. The end of a `with` block does it."""
         self._stack.close()
 
     def __enter__(self) -> Session:
@@ -154,10 +175,12 @@ class Session:
 def open_session(
     task: Task | str | Path, *, strategy: str | None = None, total_steps: int | None = None, **settings: Any
 ) -> Session:
-    """Spread a task over the processes of this job.
+    """Spread a task over the processes of this job, which torchrun or mpirun has started; alone, it is one process.
 
-    `task` is a `rung.Task` or the path of a task file. Settings are those of `rung train` (`batch_size` follows from
-    the batches); arguments of the task's functions are `**{"model.depth": 8}`. `total_steps` is for the schedule.
+    `task` is a `rung.Task` or the path of a task file, `strategy` a name as `--strategy` takes it. Settings are those of
+    `rung train`, as keywords: `precision="bf16"`, `clip=1.0`. `batch_size` is that of `batches()`; a batch that is passed
+    to `step` has its own. Arguments of the task's functions are `**{"model.depth": 8}`. `total_steps` is the number that
+    the task's `schedule` is told. Raises a `rung.RungError` for what cannot be, on every rank.
     """
     loaded = task if isinstance(task, Task) else load_task(task)
     return Session(loaded, strategy, total_steps, settings)

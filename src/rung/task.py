@@ -76,7 +76,11 @@ TARGET_KEYS = ("target", "labels", "label")
 
 @dataclass(frozen=True)
 class Task:
-    """A training task. The functions are those of the module's docstring."""
+    """A training task: the functions that a task file has, under the same names, for a program that makes its own.
+
+    The first four are required. Functions whose further arguments have defaults can be configured by `bind`. `defaults`
+    are settings of the run, `name` is what the task is called in messages.
+    """
 
     model: Callable[..., Any]
     train_data: Callable[..., Any]
