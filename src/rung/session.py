@@ -177,10 +177,10 @@ def open_session(
 ) -> Session:
     """Spread a task over the processes of this job, which torchrun or mpirun has started; alone, it is one process.
 
-    `task` is a `rung.Task` or the path of a task file, `strategy` a name as `--strategy` takes it. Settings are those of
-    `rung train`, as keywords: `precision="bf16"`, `clip=1.0`. `batch_size` is that of `batches()`; a batch that is passed
-    to `step` has its own. Arguments of the task's functions are `**{"model.depth": 8}`. `total_steps` is the number that
-    the task's `schedule` is told. Raises a `rung.RungError` for what cannot be, on every rank.
+    `task` is a `rung.Task` or the path of a task file, `strategy` a name as `--strategy` takes it. Settings are those
+    of `rung train`, as keywords: `precision="bf16"`, `clip=1.0`. `batch_size` is that of `batches()`; a batch that is
+    passed to `step` has its own. Arguments of the task's functions are `**{"model.depth": 8}`. `total_steps` is the
+    number that the task's `schedule` is told. Raises a `rung.RungError` for what cannot be, on every rank.
     """
     loaded = task if isinstance(task, Task) else load_task(task)
     return Session(loaded, strategy, total_steps, settings)
