@@ -238,6 +238,7 @@ def _build_parser() -> _Parser:
     export.add_argument("run", metavar="RUN", help="a run directory, its folder of checkpoints, or one checkpoint")
     export.add_argument("--output", metavar="FILE", required=True, help="FILE.safetensors, FILE.pt or FILE.pth")
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+    export.add_argument("--best", action="store_true", help="that of the best evaluation (--set keep_best=METRIC)")
     export.add_argument(
         "--max-shard-size",
         metavar="SIZE",
@@ -358,6 +359,7 @@ def _export(options: argparse.Namespace) -> int:
         options.run,
         output=options.output,
         step=options.step,
+        best=options.best,
         max_shard_size=options.max_shard_size,
         force=options.force,
     )

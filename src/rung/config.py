@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rung.best import parse_best
 from rung.errors import ConfigError, nearest
 from rung.exchange import parse_compression, refuse_exchange
 from rung.looking import profiled_steps, tracker_names
@@ -145,6 +146,12 @@ class RunConfig:
     )
     dropout: bool = _setting(True, "false turns every dropout off", bool)
     fused: bool = _setting(True, "use torch's fused optimizer when the task leaves the choice open", bool)
+    memory_format: str = _setting(
+        "contiguous",
+        "how batches of images and the weights of convolutions lie in memory: contiguous or channels_last",
+        str,
+        ("contiguous", "channels_last"),
+    )
     gather: str = _setting(
         "auto", "type of gathered parameters: auto (on GPUs that of the arithmetic) or fp32", str, ("auto", "fp32")
     )
@@ -152,6 +159,9 @@ class RunConfig:
     eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)
     save_weights: bool = _setting(True, "write model.safetensors at the end", bool)
     keep_every: int | None = _setting(None, "keep every checkpoint whose step this number divides, for ever", int)
+    keep_best: str = _setting(
+        "none", "keep the checkpoint of the best evaluation, too: loss, or a metric as top1:max or error:min", str
+    )
     async_save: bool = _setting(True, "write checkpoints while training goes on", bool)
     grace_seconds: int = _setting(30, "time to save and leave after SIGTERM or SIGUSR1", int)
     oom_retry: bool = _setting(True, "out of memory: go on with half the micro-batch", bool)
@@ -283,6 +293,28 @@ def refuse_contradictions(config: RunConfig, layout: Layout) -> None:
         raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")
 
 
+def refuse_best_without_evaluation(task: Task, config: RunConfig) -> None:
+    """What `keep_best` needs of a task. Whether its metrics have the name is seen when the ranks have built it."""
+    goal = parse_best(config.keep_best)
+    if goal is None:
+        return
+    if config.eval_every == "never":
+        raise ConfigError(
+            f"keep_best={config.keep_best} looks at evaluations, and eval_every=never asks for none. Leave one out: "
+            "keep_best=none, or eval_every=epoch."
+        )
+    if task.eval_data is None:
+        raise ConfigError(
+            f"keep_best={config.keep_best} looks at evaluations, and {task.name} has no eval_data(). Add it, or leave "
+            "keep_best out."
+        )
+    if goal.metric != "loss" and task.metrics is None:
+        raise ConfigError(
+            f"keep_best={config.keep_best}: {task.name} has no metrics(), so an evaluation gives the loss alone. "
+            "Use keep_best=loss."
+        )
+
+
 def without_use(layout: Layout) -> set[str]:
     """Settings that say how a strategy does its work, and mean nothing to a layout of another kind."""
     useless = {
@@ -350,6 +382,7 @@ def check(key: str, value: Any) -> Any:
 _PARSED: dict[str, Callable[[str], object]] = {
     "shard_by": lambda text: shard_size(text),
     "compress": parse_compression,
+    "keep_best": parse_best,
     "profile": profiled_steps,
     "log": tracker_names,
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rung.best import parse_best
 from rung.checkpoint import (
     Checkpoint,
     Position,
@@ -62,6 +64,7 @@ class Keeper:
     ) -> None:
         """`found` is the state that the run goes on from, of the position `start`."""
         self._run_dir, self._sites, self._config, self._runtime = run_dir, sites, config, runtime
+        self._goal = parse_best(config.keep_best)
         self._saver = Saver(
             checkpoints_folder(run_dir),
             runtime,
@@ -89,8 +92,14 @@ class Keeper:
         if self._replicator is not None:
             self._replicator.keep(position)
 
-    def after_evaluation(self, position: Position) -> None:
+    def after_evaluation(self, position: Position, metrics: Mapping[str, float]) -> Position:
+        """The position with what was measured, and whether that is the best so far. The same on all ranks."""
+        best = self._goal.take(metrics, position.step, position.best) if self._goal is not None else None
+        position = replace(position, evaluation_due=False, evaluation=metrics, best=best)
         self._rescuer.after_step(position)
+        if best is not None and best.step == position.step and self._sites.world.is_main:
+            log.info("  best %s so far: %.4g, after step %d", best.metric, best.value, best.step)
+        return position
 
     def _check(self) -> None:
         """After the first step, when the optimizer has its state: whether that can be saved at all."""
@@ -105,7 +114,12 @@ class Keeper:
 
     def is_due(self, position: Position) -> bool:
         every = self._config.checkpoint_every
-        return every is not None and position.step % every == 0
+        return (every is not None and position.step % every == 0) or self.is_best(position)
+
+    def is_best(self, position: Position) -> bool:
+        """Whether this is the best so far and is not on its way to the disk yet."""
+        is_new = position.best is not None and position.best.step == position.step
+        return is_new and self._saver.last != position
 
     def save(self, position: Position) -> None:
         self._saver.save(position)
@@ -115,7 +129,7 @@ class Keeper:
 
     def finish(self, position: Position) -> None:
         """At the end of training."""
-        if self._config.checkpoint_every is not None and self._saver.last != position:
+        if self._has_checkpoints and self._saver.last != position:
             self._saver.save(position)
         self._saver.wait()
 
@@ -130,7 +144,11 @@ class Keeper:
         """Whether the state is worth saving whenever a step fails: where somebody is to go on from it."""
         config = self._config
         restarts = config.max_restarts if config.max_restarts is not None else int(is_elastic(config))
-        return config.checkpoint_every is not None or config.replicate_state or restarts > 0
+        return self._has_checkpoints or config.replicate_state or restarts > 0
+
+    @property
+    def _has_checkpoints(self) -> bool:
+        return self._config.checkpoint_every is not None or self._goal is not None
 
     def rescue(self) -> bool:
         return self._rescuer.rescue()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rung.batches import Batches, Window
+from rung.best import Best
 from rung.checkpoint import Position
 from rung.config import RunConfig
 from rung.generators import DeviceGenerators
@@ -29,6 +30,7 @@ class Summary:
     last: StepRecord | None
     evaluation: EvalRecord | None
     stopped: bool = False  # asked to leave: state saved, not at the end
+    best: Best | None = None  # evaluation, by the setting keep_best
 
 
 def run(
@@ -88,6 +90,8 @@ class _Loop:
         started = time.perf_counter()
         if self._is_stopped(self._pulse.check()) or (self._start.evaluation_due and not self._evaluate()):
             return self._stop()
+        if self._keeper is not None and self._keeper.is_best(self._position):
+            self._save_if_due()  # what was measured just now, or before a rescue
         self._profile(self._start.step)
         status.phase("reading data")
         for window in self._runtime.place(self._batches):
@@ -139,7 +143,7 @@ class _Loop:
             told["device_0_bytes"] = self._runtime.device_0_bytes()
         for observer in self._observers:
             observer.on_end({**facts, **told})
-        return Summary(self._position.step, self._last, self._measured)
+        return Summary(self._position.step, self._last, self._measured, best=self._position.best)
 
     def close(self) -> None:
         """In good order, on all ranks."""
@@ -171,9 +175,10 @@ class _Loop:
     def _after(self, window: Window) -> Position:
         before, count = self._position, window.num_global_samples
         same_epoch = window.epoch == before.epoch
+        epoch, sample = window.epoch, (before.sample if same_epoch else 0) + count
         if window.ends_epoch:
-            return Position(window.step, window.epoch + 1, before.samples + count, 0)
-        return Position(window.step, window.epoch, before.samples + count, (before.sample if same_epoch else 0) + count)
+            epoch, sample = window.epoch + 1, 0
+        return Position(window.step, epoch, before.samples + count, sample, best=before.best)
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
@@ -194,7 +199,7 @@ class _Loop:
             return False
         self._position = replace(position, evaluation_due=False)
         if self._keeper is not None:
-            self._keeper.after_evaluation(self._position)
+            self._position = self._keeper.after_evaluation(position, metrics)
         self._measured = EvalRecord(position.step, epoch, metrics, time.perf_counter() - started)
         for observer in self._observers:
             observer.on_evaluation(self._measured)

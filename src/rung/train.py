@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rung.batches import Batches, Cut
+from rung.best import Goal, parse_best, read_best, refuse_unknown_metric
 from rung.checkpoint import Checkpoint, Position, Sites, is_same_topology, restore, save_weights
 from rung.config import RunConfig, half_micro_batch, micro_batch_size
 from rung.environment import environment_local_size, environment_size
@@ -27,6 +28,7 @@ from rung.order import mix
 from rung.profiling import Profiler
 from rung.runtime import Runtime, build_runtime
 from rung.runtime.base import ModelFacts
+from rung.runtime.measure import metric_names
 from rung.status import StatusWriter
 from rung.strategy import Layout, parse
 from rung.task import Task, load_task
@@ -74,7 +76,9 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
         checkpoint = None
         if folder is not None and sites is not None:
             checkpoint = find_state(folder, sites, resume=job.resume)
-        start = position_of(checkpoint)
+        start = position_of(checkpoint, parse_best(config.keep_best))
+        if world.is_main:
+            check_best(task, config)
         batches = make_batches(task, config, world, start_step=start.step)
         if checkpoint is not None and checkpoint.manifest.get("num_samples") != batches.num_samples:
             raise CheckpointError(
@@ -197,12 +201,21 @@ def _explain(error: Exception, runtime: Runtime, world: World, config: RunConfig
         lost.rung_rescue, lost.rung_protected = keeper.rescue, keeper.is_protected
 
 
-def position_of(checkpoint: Checkpoint | None) -> Position:
-    """Where a run goes on."""
+def position_of(checkpoint: Checkpoint | None, goal: Goal | None = None) -> Position:
+    """Where a run goes on. What was best by another goal than `goal` is not carried on."""
     if checkpoint is None:
         return Position(0, 0, 0, 0)
     told = checkpoint.manifest
-    return Position(told["step"], told["epoch"], told["samples"], told["sample"], told["evaluation_due"])
+    best = goal.owns(read_best(told)) if goal is not None else None
+    return Position(told["step"], told["epoch"], told["samples"], told["sample"], told["evaluation_due"], best=best)
+
+
+def check_best(task: Task, config: RunConfig) -> None:
+    """Refuse a metric that the task does not have now, not after the first epoch."""
+    goal = parse_best(config.keep_best)
+    names = metric_names(task) if goal is not None and goal.metric != "loss" else None
+    if goal is not None and names is not None:
+        refuse_unknown_metric(goal, names)
 
 
 def say_where_from(checkpoint: Checkpoint | None, world: World) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from rung.checkpoint.files import Entry, TensorFile, partial_file, wide_first, write_tensors
 from rung.checkpoint.manifest import MANIFEST, Checkpoint, steps_in, write_whole
 from rung.checkpoint.plan import OpenFiles, dtype_of, read_whole
-from rung.checkpoint.survey import Found, Place, look
+from rung.checkpoint.survey import Found, Place, best_whole, look, survey
 from rung.errors import CheckpointError, ConfigError
 
 PICKLED = (".pt", ".pth")
@@ -76,6 +76,26 @@ def find_source(place: Place, step: int | None = None) -> Source:
     if weights is None:
         raise CheckpointError(" ".join([f"there are no whole weights in {place.called}.", *skipped]))
     return weights
+
+
+def find_best_source(place: Place) -> Source:
+    """The checkpoint of the best evaluation, by the setting `keep_best` of the run."""
+    found = survey(place)
+    kept, best = best_whole(found)
+    if best is None:
+        raise CheckpointError(
+            f"no checkpoint in {place.called} says which evaluation was the best; --set keep_best=loss, or a metric as "
+            "top1:max, makes `rung train` keep it. Without --best the newest is exported."
+        )
+    if kept is None or kept.checkpoint is None:
+        raise CheckpointError(f"the best {best.metric} was that of step {best.step}, of which there is no checkpoint.")
+    notes = []
+    if kept.step != best.step:
+        notes.append(
+            f"the best {best.metric} was that of step {best.step}, of which there is no whole checkpoint; the best of "
+            f"those there are is that of step {kept.step}."
+        )
+    return of_checkpoint(kept.checkpoint, notes)
 
 
 def _whole(found: Found) -> Checkpoint:

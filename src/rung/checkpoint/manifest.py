@@ -132,6 +132,8 @@ def _find_nonsense(content: Mapping[str, Any]) -> str | None:
         return "its strategy makes no sense"
     if not isinstance(content["topology"], dict) or not isinstance(content["evaluation_due"], bool):
         return "its topology makes no sense"
+    if not _is_evaluation(content):
+        return "its evaluation makes no sense"
     optimizer = content["optimizer"]
     if not isinstance(optimizer["groups"], list) or not isinstance(optimizer["values"], dict):
         return "its optimizer makes no sense"
@@ -150,6 +152,17 @@ def _find_nonsense(content: Mapping[str, Any]) -> str | None:
         if f"model/{stored}" not in content["tensors"]:
             return f"{name} is not in it"
     return None if all(isinstance(name, str) for name in content["computed"]) else "its names make no sense"
+
+
+def _is_evaluation(content: Mapping[str, Any]) -> bool:
+    """Whether what is told of the step's evaluation and of the best one, if anything is, can be that."""
+    figures, best = content.get("evaluation"), content.get("best")
+    if figures is not None and not all(isinstance(value, int | float | str) for value in figures.values()):
+        return False
+    if best is None:
+        return True
+    named = isinstance(best["metric"], str) and best["better"] in ("max", "min")
+    return named and isinstance(best["value"], int | float) and are_sizes([best["step"]])
 
 
 def are_sizes(values: Any) -> bool:
@@ -198,13 +211,13 @@ def digest_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int | None, *, newest: int) -> list[int]:
-    """After `newest` was written, remove what is not to be kept: of the whole ones up to it all but `keep`, and those
-    whose step `keep_every` divides. Later ones are of another time, damaged or not, and count for nothing. What saves
-    that were cut short have left goes, too."""
+def prune(checkpoints: Path, keep: int, keep_every: int | None, *, newest: int, best: int | None = None) -> list[int]:
+    """After `newest` was written, remove what is not to be kept: of the whole ones up to it all but `keep`, those whose
+    step `keep_every` divides, and that of the `best` evaluation. Later ones are of another time, damaged or not, and
+    count for nothing. What saves that were cut short have left goes, too."""
     found = {step: path for step, path in steps_in(checkpoints).items() if step <= newest}
     whole = [step for step, path in found.items() if (path / MANIFEST).exists()]
-    kept = {newest, *whole[-keep:], *(step for step in whole if keep_every and step % keep_every == 0)}
+    kept = {newest, best, *whole[-keep:], *(step for step in whole if keep_every and step % keep_every == 0)}
     removed = [step for step in found if step not in kept]
     for step in removed:
         remove(found[step])

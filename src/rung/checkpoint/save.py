@@ -30,6 +30,7 @@ class SaveRecord:
     write_seconds: float  # in the background
     num_bytes: int  # over all ranks
     error: str | None = None
+    best: bool = False  # of the best evaluation so far
 
 
 class Saver:
@@ -94,7 +95,9 @@ class Saver:
                     remove(partial_of(self._folder, share.step))
         now = time.perf_counter()
         stood = stall if stall is not None else now - began
-        self._records.append(SaveRecord(share.step, stood, now - started, num_bytes, error))
+        best = share.facts["best"]
+        is_best = best is not None and best["step"] == share.step
+        self._records.append(SaveRecord(share.step, stood, now - started, num_bytes, error, is_best))
 
     def _write_all(self, share: Share) -> int:
         # Beside the folder that it will be: there may be a whole checkpoint of this step already.
@@ -116,7 +119,8 @@ class Saver:
         if self._sites.is_leader:
             write_manifest(folder, content)
             put_in_place(folder, folder_of(self._folder, step))
-            prune(self._folder, self._keep, self._keep_every, newest=step)
+            best = content["best"]["step"] if content["best"] is not None else None
+            prune(self._folder, self._keep, self._keep_every, newest=step, best=best)
 
     def _together(self, what: str, action: Callable[[], Any]) -> list[Any]:
         """An action on every rank, and what each one got from it. If one fails, all do."""

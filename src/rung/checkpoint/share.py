@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rung.best import Best
 from rung.checkpoint.files import Entry, dtype_name, write_tensors
 from rung.checkpoint.own import common_tensors, own_tensors
 from rung.checkpoint.plan import SharePlan
@@ -29,6 +31,8 @@ class Position:
     samples: int  # counted from the first step
     sample: int  # of the epoch: the next one to be read
     evaluation_due: bool = False  # the step's evaluation was asked for and is still to be done
+    evaluation: Mapping[str, float] | None = field(default=None, compare=False)  # the figures of the step's evaluation
+    best: Best | None = None  # evaluation so far, by the setting keep_best
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,8 @@ def _header(position: Position, world: World) -> dict[str, Any]:
         "samples": position.samples,
         "sample": position.sample,
         "evaluation_due": position.evaluation_due,
+        "evaluation": _figures(position.evaluation) if position.evaluation is not None else None,
+        "best": position.best.as_json() if position.best is not None else None,
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "strategy": world.layout.name,
         "ranks": world.size,
@@ -159,3 +165,8 @@ def _header(position: Position, world: World) -> dict[str, Any]:
         "rung": VERSION,
         "torch": torch.__version__,
     }
+
+
+def _figures(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no nan and no infinity; they become strings that say so."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rung.best import Best, figure_of, read_best
 from rung.checkpoint.manifest import MANIFEST, Checkpoint, check_content, find_damage, read_checkpoint, steps_in
 from rung.checkpoint.places import checkpoints_folder, state_folders
 from rung.errors import CheckpointError
@@ -107,6 +108,19 @@ def survey(place: Place, *, thorough: bool = True, tell: Callable[[Path], None] 
 
 def newest_whole(found: list[Found]) -> Found | None:
     return next((one for one in reversed(found) if one.state == "whole"), None)
+
+
+def best_whole(found: list[Found]) -> tuple[Found | None, Best | None]:
+    """The whole checkpoint of the best evaluation by the setting `keep_best`, and what is known to be the best of all:
+    its own checkpoint may be damaged, or may never have been finished."""
+    whole = [one for one in found if one.kind == "checkpoints" and one.state == "whole"]
+    told = [(one, one.checkpoint.manifest) for one in whole if one.checkpoint is not None]
+    best = next((best for _, manifest in reversed(told) if (best := read_best(manifest)) is not None), None)
+    if best is None:
+        return None, None
+    figures = [(figure, one) for one, manifest in told if (figure := figure_of(manifest, best.metric)) is not None]
+    sign = 1 if best.better == "max" else -1
+    return max(figures, key=lambda row: (sign * row[0], -row[1].step), default=(0.0, None))[1], best
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:

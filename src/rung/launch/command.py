@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rung.config import Resolved, RunConfig, count_range, read_toml, refuse_contradictions, resolve
+from rung.config import (
+    Resolved,
+    RunConfig,
+    count_range,
+    read_toml,
+    refuse_best_without_evaluation,
+    refuse_contradictions,
+    resolve,
+)
 from rung.environment import Place
 from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
 from rung.launch import resume as old_run
@@ -107,6 +115,7 @@ def prepare(
     if layout.kind == "ddp+ps":
         task.remote_patterns()
     task.bind(resolved.arguments)
+    refuse_best_without_evaluation(task, config)
     device = choose_device(config.device, config.backend, 0, terms.processes[1])
     if layout.is_distributed:
         choose_backend(config.backend, device, layout)
@@ -276,6 +285,8 @@ def _say_done(console: Console, summary: Summary, folder: Path, seconds: float) 
         figures.append(f"loss {summary.last.loss:.4g}")
     if summary.evaluation is not None:
         figures += [f"eval {name} {value:.4g}" for name, value in summary.evaluation.metrics.items()]
+    if summary.best is not None:
+        figures.append(f"best {summary.best.metric} {summary.best.value:.4g} after step {summary.best.step}")
     _say(console, "done: " + ", ".join(figures))
     _say(console, f"results: {folder}/ (metrics.jsonl, model.safetensors, tensorboard/, logs/, config.toml)")
 

@@ -28,8 +28,18 @@ from rung.world import World, broadcast_from
 class Weights:
     """The seeded weights of a model, handed out by name to the pieces of its skeleton."""
 
-    def __init__(self, task: Task, world: World, seed: int, dtype: torch.dtype | None, *, seeded: bool = True) -> None:
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        seed: int,
+        dtype: torch.dtype | None,
+        *,
+        seeded: bool = True,
+        channels_last: bool = False,
+    ) -> None:
         self._world = world
+        self._channels_last = channels_last
         self._seeded = seeded  # else storage is left as it comes: a checkpoint will fill it
         self._dtype = dtype
         with world.tensors():
@@ -126,10 +136,20 @@ class Weights:
     def _in_place(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
         """The tensor with storage on `device`, and its seeded values."""
         value = self._value(tensor, name).to(device) if _on_meta(tensor) else tensor.detach().to(device)
+        value = self._laid_out(value, tensor)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         value.__dict__.update(tensor.__dict__)  # marks that the task may have left on its parameters
         return value
+
+    def _laid_out(self, value: Tensor, skeleton: Tensor) -> Tensor:
+        """In the memory format asked for, or else that of the task's own. What is cut by rows has to be contiguous."""
+        if value.dim() != 4:
+            return value
+        if self._world.layout.uses_fully_shard:
+            return value.contiguous()
+        own = skeleton.is_contiguous(memory_format=torch.channels_last) and not skeleton.is_contiguous()
+        return value.contiguous(memory_format=torch.channels_last) if own or self._channels_last else value
 
     def _let_go(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
         """What stands in for a tensor that another rank keeps."""

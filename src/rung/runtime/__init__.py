@@ -21,7 +21,7 @@ from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts, Runtime
 from rung.runtime.compressed import CompressedRuntime, HalvedRuntime
 from rung.runtime.data_parallel import DataParallelRuntime
-from rung.runtime.forward import autocast, call_model, default_type, map_tensors
+from rung.runtime.forward import autocast, call_model, default_type, laid_out, map_tensors
 from rung.runtime.local_steps import LocalStepsRuntime
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.optimizer import make_optimizer, make_schedule
@@ -51,13 +51,15 @@ def build_runtime(
     layout = world.layout
     refuse_contradictions(config, layout)
     dtype = torch.float64 if config.precision == "fp64" else None
-    weights = Weights(task, world, config.seed, dtype, seeded=seeded)
+    last = config.memory_format == "channels_last"
+    weights = Weights(task, world, config.seed, dtype, seeded=seeded, channels_last=last)
     assert weights.model is not None
     facts = ModelFacts.of(weights.model)
     example = None
     if layout.is_composed:
         example = example_batch(dataset if dataset is not None else task.train_data(), task.collate)
         example = map_tensors(example, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t)
+        example = map_tensors(example, lambda t: laid_out(config, t))
 
     def run(model: torch.nn.Module, batch: Any) -> Any:
         with autocast(config, world.device), default_type(dtype) if dtype is not None else nullcontext():

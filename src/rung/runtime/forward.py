@@ -21,7 +21,7 @@ from rung.parallel.tensor import loss_context
 from rung.parallel.tensor_plan import TensorPlan
 from rung.task import Task, has_target, split_batch
 
-__all__ = ["LossModule", "NoDropout", "autocast", "call_model", "default_type", "map_tensors"]
+__all__ = ["LossModule", "NoDropout", "autocast", "call_model", "default_type", "laid_out", "map_tensors"]
 
 
 class LossModule(nn.Module):
@@ -138,6 +138,13 @@ def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
         changes = {f.name: map_tensors(getattr(data, f.name), function) for f in dataclasses.fields(data)}
         return dataclasses.replace(data, **changes)
     return data
+
+
+def laid_out(config: RunConfig, tensor: Tensor) -> Tensor:
+    """A tensor of a batch in the memory format of the run. Values and shapes are the same in any."""
+    if config.memory_format != "channels_last" or tensor.dim() != 4:
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 def _describe(batch: Any) -> str:

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rung.batches import MicroBatch, Window
+from rung.batches import MicroBatch, Window, example_batch
 from rung.errors import TaskError
 from rung.parallel.tensor import whole_output
+from rung.runtime.forward import call_model, map_tensors
 from rung.task import Task, split_batch
 from rung.world import World
 
@@ -53,6 +54,19 @@ def measure(
             total, units = torch.zeros_like(total), torch.zeros_like(units)
         measured[name] = (total, units)
     return measured
+
+
+def metric_names(task: Task) -> list[str] | None:
+    """The figures that an evaluation will have, from tensors without data; None where only real ones would tell."""
+    if task.eval_data is None or task.metrics is None:
+        return ["loss"]
+    try:
+        batch = map_tensors(example_batch(task.eval_data(), task.collate), lambda tensor: tensor.to("meta"))
+        with torch.device("meta"), torch.no_grad():
+            output, target = call_model(task, task.model().eval(), batch)
+            return ["loss", *task.metrics(output, target)]
+    except Exception:
+        return None
 
 
 def weighted(loss: Tensor, share: float | Tensor) -> Tensor:

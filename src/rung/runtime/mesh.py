@@ -27,7 +27,7 @@ from rung.parallel.tensor import settle_gradients
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts, Traffic
 from rung.runtime.buffers import buffers_besides, note_of_changes
-from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, map_tensors
+from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, laid_out, map_tensors
 from rung.runtime.measure import means, measure, shares_of, weighted
 from rung.runtime.optimizer import LocalScaler, learning_rate, local_bytes
 from rung.runtime.phases import PhaseClock
@@ -90,7 +90,8 @@ class MeshRuntime:
     # -- batches ------------------------------------------------------------------------------------------------
 
     def place(self, windows: Iterable[Window]) -> Iterator[Window]:
-        in_place = self.world.device.type == "cpu" and self.world.has_storage and self.config.precision != "fp64"
+        as_they_are = self.config.precision != "fp64" and self.config.memory_format == "contiguous"
+        in_place = self.world.device.type == "cpu" and self.world.has_storage and as_they_are
         for window in windows:
             if in_place:
                 yield window
@@ -102,11 +103,11 @@ class MeshRuntime:
     def _place(self, data: Any) -> Any:
         dtype = torch.float64 if self.config.precision == "fp64" else None
         if self._copies is None:
-            return map_tensors(data, lambda t: self.world.place(t, dtype))
+            return map_tensors(data, lambda t: laid_out(self.config, self.world.place(t, dtype)))
         # A stream of its own: the copy runs beside the step before, which the device is still busy with.
         here = torch.cuda.current_stream(self.world.device)
         with torch.cuda.stream(self._copies):
-            placed = map_tensors(data, lambda t: self.world.place(t, dtype))
+            placed = map_tensors(data, lambda t: laid_out(self.config, self.world.place(t, dtype)))
         here.wait_stream(self._copies)
         map_tensors(placed, lambda t: t.record_stream(here))
         return placed

@@ -1,0 +1,96 @@
+"""The best evaluation of a run: how the setting `keep_best` names it, and which of two is better.
+
+Imports no torch: the commands that list and export checkpoints read it from manifests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rung.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Best:
+    """The evaluation that was best so far."""
+
+    metric: str
+    better: str  # max or min
+    value: float
+    step: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What counts as better: a figure of the evaluation, and its direction."""
+
+    metric: str
+    better: str  # max or min
+
+    def take(self, metrics: Mapping[str, float], step: int, best: Best | None) -> Best | None:
+        """The best after one more evaluation. Of equal ones it is the first; what is no number is never better."""
+        value = self.value_of(metrics)
+        if not math.isfinite(value):
+            return best
+        if best is not None and not self.is_better(value, best.value):
+            return best
+        return Best(self.metric, self.better, value, step)
+
+    def value_of(self, metrics: Mapping[str, float]) -> float:
+        if self.metric not in metrics:
+            raise ConfigError(_no_metric(self, list(metrics)))
+        return metrics[self.metric]
+
+    def is_better(self, value: float, than: float) -> bool:
+        return value > than if self.better == "max" else value < than
+
+    def owns(self, best: Best | None) -> Best | None:
+        """`best`, if it is one by this goal: a run may go on with another."""
+        return best if best is not None and (best.metric, best.better) == (self.metric, self.better) else None
+
+
+def parse_best(text: str) -> Goal | None:
+    """'loss', 'top1:max' or 'perplexity:min'; nothing for 'none'."""
+    if text == "none":
+        return None
+    metric, colon, better = text.partition(":")
+    if colon and better not in ("max", "min"):
+        raise ConfigError(f"keep_best is METRIC:max or METRIC:min, not {text!r}.")
+    if not metric:
+        raise ConfigError(f"keep_best needs the name of a metric, as in top1:max, not {text!r}.")
+    if not colon and metric != "loss":
+        raise ConfigError(
+            f"keep_best={metric} does not say whether more of it is better or less: write {metric}:max or {metric}:min."
+        )
+    return Goal(metric, better or "min")
+
+
+def refuse_unknown_metric(goal: Goal, names: list[str]) -> None:
+    """`names` are the figures that an evaluation of the task gives."""
+    if goal.metric not in names:
+        raise ConfigError(_no_metric(goal, names))
+
+
+def read_best(told: Mapping[str, Any]) -> Best | None:
+    """What a manifest says of the best evaluation so far."""
+    found = told.get("best")
+    return Best(found["metric"], found["better"], float(found["value"]), int(found["step"])) if found else None
+
+
+def figure_of(told: Mapping[str, Any], metric: str) -> float | None:
+    """A figure of the evaluation after the step of a manifest, if there was one and it is a number."""
+    value = (told.get("evaluation") or {}).get(metric)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _no_metric(goal: Goal, names: list[str]) -> str:
+    return (
+        f"keep_best={goal.metric}:{goal.better}, and an evaluation has no {goal.metric!r}."
+        f"{nearest(goal.metric, names)} It has: {', '.join(sorted(names))}."
+    )
