@@ -41,6 +41,10 @@ class Cable:
     def address(self, number: int) -> str:
         return f"{self._net}.{number + 1}"
 
+    def prefix(self, number: int) -> list[str]:
+        """What runs a command on a machine."""
+        return ["ip", "netns", "exec", self._names[number]]
+
     def run(self, module: str, *arguments: str) -> None:
         """`python -m module` on both machines, as ranks 0 and 1 of a job. Raises if one fails."""
         with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ _PATTERNS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "examp
 PROGRAMS = (
     "rung", "make", "python", "pip", "mpirun", "torchrun", "srun", "sbatch", "salloc", "scontrol", "squeue", "scancel",
     "kubectl", "docker", "podman", "source", "bash", "cd", "kill", "sleep", "wait", "tensorboard", "pre-commit", "git",
-    "export", "cat", "ls", "ip", "ssh", "ls", "mkdir", "head", "tail", "RUN=$(ls",
+    "export", "cat", "ls", "ip", "ssh", "mkdir", "head", "tail",
 )  # fmt: skip
 _SHELLS = ("bash", "sh", "shell", "console")
 _DATA = ("toml", "yaml", "json", "ini", "dockerfile", "conf", "html", "diff")
@@ -144,12 +144,13 @@ def _block(page: str, line: int, language: str, text: str) -> Block:
 
 def _looks_like_commands(text: str) -> bool:
     lines = [line for _, line in _command_lines(text)]
-    return bool(lines) and all(_program(line) in PROGRAMS for line in lines)
+    return bool(lines) and all(_is_command(line) for line in lines)
 
 
-def _program(line: str) -> str:
-    words = [word for word in line.split() if not re.match(r"^[A-Z_]+=", word) or word in PROGRAMS]
-    return words[0].rpartition("/")[2] if words else ""
+def _is_command(line: str) -> bool:
+    """Whether it begins, after settings of variables, with a known program or a script of the project."""
+    words = [word for word in line.split() if not re.match(r"^[A-Z_]+=", word)]
+    return bool(words) and (words[0].rpartition("/")[2] in PROGRAMS or (ROOT / words[0]).is_file())
 
 
 def _command_lines(text: str) -> Iterator[tuple[int, str]]:

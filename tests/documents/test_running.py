@@ -29,7 +29,7 @@ def test_every_command_of_a_page_works(page, tmp_path):
                 continue
             start = time.monotonic()
             code, said = shell.run(command)
-            expected = EXPECTED.get(command.text, 0)
+            expected = EXPECTED.get((command.page, command.text), 0)
             verdict = "ok" if code == expected else f"FAILED with {code}"
             print(f"{command.place}: {verdict}, {time.monotonic() - start:.0f} s: {command.text}", flush=True)
             if code != expected:
