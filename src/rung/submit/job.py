@@ -7,7 +7,7 @@ resolve, the strategy fits the processes. The machine that submits need not have
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Job:
     out: str  # the directory of the run
     settings: tuple[str, ...]  # further words of `rung train`
     environment: tuple[tuple[str, str], ...]
+    workers: int  # data-loading processes of each rank
     grace_seconds: int  # that saving may take when the job is asked to leave
     saves: bool  # whether there are checkpoints while it runs
     notes: tuple[str, ...] = ()  # what the user should know and did not ask
@@ -69,14 +70,19 @@ class Job:
         least, most = self.nodes
         return str(most) if least == most else f"{least}:{most}"
 
-    def words(self, rdzv: str | None = None) -> list[str]:
-        """The command that every node starts, as often as the scheduler likes, without the name of the program.
+    def own_words(self, rdzv: str | None = None, *, nnodes: str | None = None) -> list[str]:
+        """Flags of `rung train` that say how this job is spread and where its run is.
 
-        `rdzv` is where several nodes meet.
+        `rdzv` is where several nodes meet, `nnodes` how the scheduler tells their number if not by itself.
         """
         meeting = ["--rdzv", rdzv] if rdzv is not None else []
-        where = ["--strategy", self.strategy, "--nnodes", self.nnodes, "--nproc", self.processes, *meeting]
-        return ["train", self.task, *where, "--out", self.out, "--resume-if-there", *self.settings]
+        spread_over = ["--strategy", self.strategy, "--nnodes", nnodes or self.nnodes, "--nproc", self.processes]
+        return [*spread_over, *meeting, "--out", self.out]
+
+    def words(self, rdzv: str | None = None, *, nnodes: str | None = None) -> list[str]:
+        """The command that every node starts, as often as the scheduler likes, without the name of the program."""
+        own = self.own_words(rdzv, nnodes=nnodes)
+        return ["train", self.task, *own, "--resume-if-there", *self.settings]
 
 
 def describe(asked: Asked, *, may_shrink: bool = False) -> Job:
@@ -119,10 +125,28 @@ def describe(asked: Asked, *, may_shrink: bool = False) -> Job:
         out=out,
         settings=_settings(asked),
         environment=asked.environment,
+        workers=config.workers,
         grace_seconds=config.grace_seconds,
         saves=config.checkpoint_every is not None,
         notes=_notes(layout, terms.processes[1], asked.gpus),
     )
+
+
+def describe_each(asked: Asked, strategies: Sequence[str]) -> list[Job]:
+    """The same job under several strategies, each with a directory of its own inside that of --out."""
+    for flag, value in {"--strategy": asked.flags.get("strategy"), "--resume": asked.resume}.items():
+        if value is not None:
+            raise ConfigError(f"--strategies makes a new run of each, and {flag} {value} is for one. Keep one of them.")
+    if len(set(strategies)) != len(strategies):
+        raise ConfigError(f"--strategies {' '.join(strategies)}: each of them once.")
+    task = load_task(asked.task).name
+    folder = asked.flags.get("out") or new_run_name(task, "strategies")
+    jobs = []
+    for strategy in strategies:
+        flags = {**asked.flags, "strategy": strategy, "out": f"{folder}/{re.sub('[,:]', '-', strategy)}"}
+        one = replace(asked, flags=flags, name=asked.name or f"{task}-strategies")
+        jobs.append(describe(one, may_shrink=True))
+    return jobs
 
 
 def _with_processes(config: RunConfig, gpus: int, *, may_shrink: bool) -> RunConfig:

@@ -1,0 +1,137 @@
+"""The script that sbatch gets: short, readable, and fit to be submitted by hand.
+
+One launcher runs on each node. Slurm tells it when the job must go, by SIGUSR1 some time before the time limit and by
+SIGTERM on a preemption; it saves the state and ends with 75, and the script puts the job back into the queue. Every
+start of the job is the same command, which goes on with the run if there is one.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rung.errors import RESUME_EXIT_CODE
+from rung.version import VERSION
+
+if TYPE_CHECKING:
+    from rung.submit.job import Job
+
+_MEETING = r"""
+# The nodes meet at the first one, at a port of this job's own.
+head=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+port=$((10000 + SLURM_JOB_ID % 20000))
+"""
+_TRAP = """
+# A signal to the job is for the training, which saves its state; this script waits for its end.
+trap : TERM USR1
+"""
+# Of a job that was cancelled or that Slurm itself requeues, the state is not RUNNING any more.
+_ENDING = f"""
+code=$?
+# {RESUME_EXIT_CODE}: asked to leave, the state is saved. Unless the job was cancelled, it goes on later.
+if [ $code -eq {RESUME_EXIT_CODE} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+# Words that the shell fills in.
+_ENDPOINT = '"$head:$port"'
+_RANGE = "$nodes"
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the script says beside the job itself."""
+
+    name: str
+    program: tuple[str, ...]  # the command that is `rung` on the nodes
+    output: str  # the file for what the job says; %a is the number of an array's task
+    folder: str  # in which it runs
+    made_by: str  # the command that wrote it
+    options: Mapping[str, str | None] = field(default_factory=dict)  # further ones of sbatch; None: without a value
+    setup: tuple[str, ...] = ()  # lines of shell before anything runs
+    notice: int = 120  # seconds before the time limit at which the job is told
+
+
+def render(jobs: Sequence[Job], script: Script) -> str:
+    """The text of the script. Several jobs are the tasks of an array."""
+    several = max(job.nodes[1] for job in jobs) > 1
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in jobs[0].environment]
+    heading = f"# Written by rung {VERSION}: {script.made_by}"
+    parts = [
+        "\n".join(["#!/bin/bash", *_directives(jobs, script)]),
+        "\n".join([heading, *script.setup, *exports]),
+        _TRAP,
+        _MEETING if several else "",
+        _choice(jobs) if len(jobs) > 1 else "",
+        _command(jobs, script.program) + "\n" + _ENDING.strip(),
+    ]
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def _directives(jobs: Sequence[Job], script: Script) -> list[str]:
+    """What the job asks of Slurm, and how it wants to be treated. What the user names himself wins."""
+    least, most = max(job.nodes for job in jobs)
+    cores = max(job.num_processes * (1 + job.workers) for job in jobs)
+    asked: dict[str, str | None] = {
+        "job-name": script.name,
+        "nodes": f"{least}-{most}" if least < most else str(most),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(cores),
+        **({"gpus-per-node": str(jobs[0].gpus)} if jobs[0].gpus else {}),
+        **({"no-kill": None} if _is_elastic(jobs[0]) else {}),
+        **({"array": f"0-{len(jobs) - 1}"} if len(jobs) > 1 else {}),
+        **script.options,
+    }
+    treated = {
+        "chdir": script.folder,
+        "output": script.output,
+        "open-mode": "append",
+        "requeue": None,
+        "signal": f"USR1@{script.notice}",
+    }
+    asked |= {key: value for key, value in treated.items() if key not in asked}
+    return [f"#SBATCH --{key}" if value is None else f"#SBATCH --{key}={_word(value)}" for key, value in asked.items()]
+
+
+def _word(value: str) -> str:
+    """sbatch takes words in double quotes."""
+    return value if all(c.isalnum() or c in "-_./:,@%+=[]" for c in value) else '"' + value.replace('"', r"\"") + '"'
+
+
+def _choice(jobs: Sequence[Job]) -> str:
+    """Which of the jobs a task of the array is."""
+    cases = [
+        f"    {number}) nodes={job.nodes[1]}; own=({_shell(_own_words(job))}) ;;" for number, job in enumerate(jobs)
+    ]
+    return "\n".join(["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"])
+
+
+def _own_words(job: Job) -> list[str]:
+    return job.own_words(_ENDPOINT if job.nodes[1] > 1 else None, nnodes=_RANGE if _is_elastic(job) else None)
+
+
+def _is_elastic(job: Job) -> bool:
+    return job.nodes[0] < job.nodes[1]
+
+
+def _command(jobs: Sequence[Job], program: Sequence[str]) -> str:
+    """A launcher on each node. They end one after the other, and none may be killed while it saves."""
+    job = jobs[0]
+    steps = ["srun", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', "--kill-on-bad-exit=0"]
+    if len({job.nodes for job in jobs}) > 1:
+        steps += ['--nodes="$nodes"', '--ntasks="$nodes"']
+    if _is_elastic(job):
+        steps += ["--no-kill"]
+    own = _shell(_own_words(job)) if len(jobs) == 1 else '"${own[@]}"'
+    what = _shell([*program, "train", job.task])
+    lines = [" ".join(steps), what, f"{own} --resume-if-there", _shell(job.settings)]
+    command = " \\\n    ".join(line for line in lines if line)
+    return command if not _is_elastic(job) else command.replace(_RANGE, f'"{job.nodes[0]}:$SLURM_JOB_NUM_NODES"')
+
+
+def _shell(words: Sequence[str]) -> str:
+    """Words for the shell, of which some are its own variables."""
+    return " ".join(word if word in (_ENDPOINT, _RANGE) else shlex.quote(word) for word in words)
