@@ -24,6 +24,7 @@ exclude_patterns = [".*", "runs", "build", "dist", "site", "src", "tests", "benc
 templates_path = ["_site"]
 
 myst_heading_anchors = 4
+smartquotes = False  # two dashes begin a flag
 default_role = "code"  # docstrings have names in single backticks
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
