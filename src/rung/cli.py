@@ -51,7 +51,9 @@ class _Parser(argparse.ArgumentParser):
             if setting in SETTINGS and setting not in FLAGS:
                 hint = f" It is a setting without a flag: --set {setting}=VALUE."
             if word in known and (owners := self._owners(word)):
-                hint = f" It is a flag of {', '.join(owners)}."
+                own = [option for action in self._asked()._actions for option in action.option_strings]
+                match = difflib.get_close_matches(word, own, n=1, cutoff=0.85)
+                hint = f" Did you mean {match[0]!r}?" if match else f" It is a flag of {', '.join(owners)}."
             message = f"there is no argument {word!r}{' here' * (word in known)}.{hint}"
         invalid = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if invalid:
@@ -61,27 +63,30 @@ class _Parser(argparse.ArgumentParser):
                 f" Did you mean {match[0]!r}?" if match else ""
             )
         _leave_word_to_main()
-        sys.stderr.write(f"rung: {message}\n{self._asked()} --help tells more.\n")
+        sys.stderr.write(f"rung: {message}\n{self._asked().prog} --help tells more.\n")
         raise SystemExit(2)
 
-    def _asked(self) -> str:
+    def _asked(self) -> _Parser:
         """The command whose help is wanted: leftovers of a command are complained of by the parser above it."""
-        words = [word for word in sys.argv[1:2] if word in self._commands()]
-        return " ".join([self.prog, *words])
+        parser = self
+        for word in sys.argv[1:]:
+            if word not in (commands := parser._commands()):
+                break
+            parser = commands[word]
+        return parser
 
-    def _commands(self) -> list[str]:
+    def _commands(self) -> dict[str, _Parser]:
         found = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        return [name for action in found for name in action.choices]
+        return {name: parser for action in found for name, parser in action.choices.items()}
 
     def _owners(self, word: str) -> list[str]:
-        """The commands that know a flag."""
-        parsers = [a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        return [
+        """The commands that know a flag. `rung submit` has those of `rung train`, which is what it submits."""
+        owners = [
             parser.prog
-            for choices in parsers
-            for parser in choices.values()
+            for parser in self._commands().values()
             if any(word in action.option_strings for action in parser._all_actions())
         ]
+        return [name for name in owners if name != "rung submit" or "rung train" not in owners]
 
     def _all_actions(self) -> list[argparse.Action]:
         found = list(self._actions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
 from rung.errors import ConfigError
@@ -45,8 +46,15 @@ def asked_of(options: argparse.Namespace) -> Asked:
         gpus=options.gpus,
         name=options.name,
         resume=options.resume,
-        environment=tuple(pair_of(text, "--env") for text in options.env),
+        environment=tuple(_variable_of(text) for text in options.env),
     )
+
+
+def _variable_of(text: str) -> tuple[str, str]:
+    key, value = pair_of(text, "--env")
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key):
+        raise ConfigError(f"--env {text!r}: {key!r} cannot be the name of a variable.")
+    return key, value
 
 
 def pair_of(text: str, flag: str) -> tuple[str, str]:

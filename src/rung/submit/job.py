@@ -17,6 +17,7 @@ from rung.errors import ConfigError
 from rung.launch import resume as old_run
 from rung.launch.command import spread
 from rung.launch.local import new_run_name
+from rung.looking import refuse_missing_trackers, tracker_names
 from rung.strategy import Layout, natural_num_ranks
 from rung.task import load_task
 
@@ -85,8 +86,12 @@ class Job:
         return ["train", self.task, *own, "--resume-if-there", *self.settings]
 
 
-def describe(asked: Asked, *, may_shrink: bool = False) -> Job:
-    """The job that was asked for. With `may_shrink`, a strategy that names its size takes as few nodes as it needs."""
+def describe(asked: Asked, *, may_shrink: bool = False, is_installed: bool = False) -> Job:
+    """The job that was asked for.
+
+    With `may_shrink`, a strategy that names its size takes as few nodes as it needs. `is_installed` says that the nodes
+    run this very installation, so that what is missing here is missing there.
+    """
     task = load_task(asked.task)
     if asked.gpus < 0:
         raise ConfigError(f"--gpus-per-node {asked.gpus}: a node has none, or some.")
@@ -109,6 +114,8 @@ def describe(asked: Asked, *, may_shrink: bool = False) -> Job:
     strategy, layout, terms = spread(replace(config, rdzv=_SOMEWHERE if nodes[1] > 1 else None))
     refuse_contradictions(config, layout)
     _refuse_devices(config, layout, terms.processes[1], asked.gpus)
+    if is_installed and config.log is not None:
+        refuse_missing_trackers(tracker_names(config.log))
     if layout.kind == "ddp+ps":
         task.remote_patterns()
     task.bind(resolved.arguments)
@@ -132,7 +139,7 @@ def describe(asked: Asked, *, may_shrink: bool = False) -> Job:
     )
 
 
-def describe_each(asked: Asked, strategies: Sequence[str]) -> list[Job]:
+def describe_each(asked: Asked, strategies: Sequence[str], *, is_installed: bool = False) -> list[Job]:
     """The same job under several strategies, each with a directory of its own inside that of --out."""
     for flag, value in {"--strategy": asked.flags.get("strategy"), "--resume": asked.resume}.items():
         if value is not None:
@@ -145,7 +152,7 @@ def describe_each(asked: Asked, strategies: Sequence[str]) -> list[Job]:
     for strategy in strategies:
         flags = {**asked.flags, "strategy": strategy, "out": f"{folder}/{re.sub('[,:]', '-', strategy)}"}
         one = replace(asked, flags=flags, name=asked.name or f"{task}-strategies")
-        jobs.append(describe(one, may_shrink=True))
+        jobs.append(describe(one, may_shrink=True, is_installed=is_installed))
     return jobs
 
 

@@ -90,7 +90,7 @@ def _slurm(options: argparse.Namespace) -> int:
     script = Script(
         name=jobs[0].name,
         program=_program(),
-        output=f"{base}-%a.out" if len(jobs) > 1 else f"{base}.out",
+        output=base.replace("%", "%%") + ("-%a.out" if len(jobs) > 1 else ".out"),
         folder=str(Path.cwd()),
         made_by=shlex.join(["rung", *(word for word in sys.argv[1:] if word != "--dry-run")]),
         options=extra,
@@ -117,6 +117,8 @@ def _options_of(options: argparse.Namespace) -> dict[str, str | None]:
     for text in options.sbatch:
         key, value = pair_of(text, "--sbatch") if "=" in text else (text, None)
         key = key.lstrip("-")
+        if not key or any(character.isspace() for character in key) or "\n" in text:
+            raise ConfigError(f"--sbatch takes an option of sbatch as KEY=VALUE or KEY, not {text!r}.")
         if key in _TAKEN or key in found or key in _OPTIONS:
             flag = _TAKEN.get(key, f"--{key}")
             raise ConfigError(f"--sbatch {text}: {f'use {flag} for that' if flag else 'the script says that itself'}.")
@@ -129,7 +131,9 @@ def _jobs_of(options: argparse.Namespace) -> list[Job]:
     from rung.submit.job import describe, describe_each
 
     asked = asked_of(options)
-    return describe_each(asked, options.strategies) if options.strategies else [describe(asked)]
+    if options.strategies:
+        return describe_each(asked, options.strategies, is_installed=True)
+    return [describe(asked, is_installed=True)]
 
 
 def _program() -> tuple[str, ...]:
@@ -166,7 +170,9 @@ def _tell(jobs: list[Job], number: str, path: Path, output: str) -> None:
     else:
         rows["report"] = f"rung report {shlex.join(job.out for job in jobs)}"
     lines = [f"submitted job {number}: {what}", *(f"  {key:<8}{value}" for key, value in rows.items())]
-    lines += [f"  note    {note}" for job in jobs for note in job.notes]
+    lines += [f"  note    {note}" for note in dict.fromkeys(note for job in jobs for note in job.notes)]
+    if not first.saves:
+        lines.append("  note    without --checkpoint-every, a node that fails costs all steps since the last start")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

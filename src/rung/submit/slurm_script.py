@@ -59,7 +59,7 @@ def render(jobs: Sequence[Job], script: Script) -> str:
     """The text of the script. Several jobs are the tasks of an array."""
     several = max(job.nodes[1] for job in jobs) > 1
     exports = [f"export {key}={shlex.quote(value)}" for key, value in jobs[0].environment]
-    heading = f"# Written by rung {VERSION}: {script.made_by}"
+    heading = f"# Written by rung {VERSION}: {script.made_by}".replace("\n", "\n# ")
     parts = [
         "\n".join(["#!/bin/bash", *_directives(jobs, script)]),
         "\n".join([heading, *script.setup, *exports]),
