@@ -12,7 +12,7 @@ from typing import Any
 from rung.cli import _build_parser
 from rung.config import SETTINGS
 
-_KINDS = {bool: "`true` or `false`", int: "a whole number", float: "a number", str: "text"}
+_KINDS = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text"}
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -32,22 +32,20 @@ def commands() -> str:
 
 
 def settings() -> str:
-    """Every setting with its flag, its kind, its default and what it does, in Markdown."""
-    rows = ["| setting | flag | takes | default | what it does |", "|---|---|---|---|---|"]
+    """Every setting with what it takes, its default and what it does, in Markdown."""
+    parts = {"With a flag": True, "Without a flag": False}
+    return "\n\n".join(f"## {title}\n\n{settings_table(flag)}" for title, flag in parts.items())
+
+
+def settings_table(has_flag: bool) -> str:
+    """Of those that have a flag, or of the others. The latter is also the README's."""
+    rows = ["| setting | takes | default | what it does |", "|---|---|---|---|"]
     for name, field in SETTINGS.items():
         meta = field.metadata
-        flag = f"`--{name.replace('_', '-')}`" if meta["flag"] else "`--set`"
-        takes = ", ".join(f"`{choice}`" for choice in meta["choices"]) or _KINDS[meta["kind"]]
-        rows.append(f"| `{name}` | {flag} | {takes} | {_default(field.default)} | {_cell(meta['help'])} |")
-    return "\n".join(rows)
-
-
-def settings_without_flag() -> str:
-    """The table of the README."""
-    rows = ["| setting | default | what it does |", "|---|---|---|"]
-    for name, field in SETTINGS.items():
-        if not field.metadata["flag"]:
-            rows.append(f"| `{name}` | {_default(field.default)} | {_cell(field.metadata['help'])} |")
+        if meta["flag"] == has_flag:
+            shown = f"--{name.replace('_', '-')}" if has_flag else name
+            takes = ", ".join(f"`{choice}`" for choice in meta["choices"]) or _KINDS[meta["kind"]]
+            rows.append(f"| `{shown}` | {takes} | {_default(field.default)} | {_cell(meta['help'])} |")
     return "\n".join(rows)
 
 

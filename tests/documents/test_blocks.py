@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import importlib.util
 import json
 import re
@@ -12,7 +13,7 @@ import tomllib
 import pytest
 
 from rung.cli import _build_parser
-from rung.config import FLAGS, refuse_contradictions, resolve
+from rung.config import FLAGS, SETTINGS, refuse_contradictions, resolve
 from rung.errors import RungError
 from rung.flags import assignments_of
 from rung.strategy import default_name, natural_num_ranks, parse
@@ -73,6 +74,28 @@ def test_prompts_continuations_and_comments_are_understood():
     ]
     words = ["mpirun", "-n", "2", "rung", "train", "a.py", "&&", "torchrun", "-m", "rung.cli", "doctor"]
     assert rung_arguments(words) == [["train", "a.py"], ["doctor"]]
+
+
+def test_the_readme_has_the_settings_of_the_code(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    reference = importlib.import_module("reference")
+    text = (ROOT / "README.md").read_text()
+    table = re.search(r"<!-- settings: [^>]*-->\n(.*?)\n<!-- end of settings -->", text, flags=re.DOTALL)
+    assert table is not None
+    assert table.group(1) == reference.settings_table(has_flag=False), (
+        "CONTRIBUTING.md, Documents, says how to renew it"
+    )
+
+
+def test_the_reference_has_every_command_flag_and_setting(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    reference = importlib.import_module("reference")
+    told, settings = reference.commands(), reference.settings()
+    for name in ("train", "verify", "profile merge", "bench collectives", "new"):
+        assert f"## rung {name}\n" in told
+    for flag in FLAGS:
+        assert f"`--{flag.replace('_', '-')}" in told
+    assert all(f"| `{name}` |" in settings or f"`--{name.replace('_', '-')}`" in settings for name in SETTINGS)
 
 
 @pytest.mark.parametrize("page", page_names())
