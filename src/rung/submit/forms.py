@@ -129,7 +129,7 @@ FORMS: dict[str, Callable[[Job, Cluster, Mapping[str, str]], list[dict[str, Any]
 
 
 def _words(job: Job, head: str) -> list[str]:
-    return job.words(f"{head}:{PORT}" if job.nodes[1] > 1 else None)
+    return job.words(rdzv=f"{head}:{PORT}" if job.nodes[1] > 1 else None)
 
 
 def _batch_job(named: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
