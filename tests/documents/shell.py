@@ -112,7 +112,8 @@ class Shell:
         assert asked is not None
         num_hosts = max(int(asked.group(1)), 2) if asked.group(2) else int(asked.group(1))
         with Hosts(num_hosts) as hosts:
-            text = re.sub(r"(--rdzv[ =])\S+", rf"\g<1>{hosts.address(0)}:{_free_port()}", text)
+            place = f"{hosts.address(0)}:{_free_port()}"
+            text = re.sub(r"(--rdzv(?:-endpoint)?[ =])\S+", rf"\g<1>{place}", text)
             logs = [self._folder / f".host-{number}" for number in range(num_hosts)]
             processes = [
                 subprocess.Popen(
