@@ -105,7 +105,7 @@ class Task:
                 check_signature(name, function, role, where=self.name)
 
     def arguments(self) -> dict[str, Any]:
-        """Every settable argument, as 'function.argument', with its default."""
+        """Every argument that can be set, as `function.argument`, with its default."""
         found = {}
         for name, role in ROLES.items():
             function = getattr(self, name)
@@ -124,7 +124,7 @@ class Task:
         return list(self.remote)
 
     def bind(self, settings: Mapping[str, Any]) -> Task:
-        """The task with arguments fixed: {'model.depth': 8}."""
+        """The task with arguments fixed, as in `{"model.depth": 8}`. One that it does not have is a `ConfigError`."""
         known = self.arguments()
         bound: dict[str, dict[str, Any]] = {}
         for key, value in settings.items():
@@ -139,7 +139,7 @@ class Task:
 
 
 def load_task(path: str | Path) -> Task:
-    """Read a task file and check that it holds a task. Nothing of it is called."""
+    """Read a task file, or the `task.py` of a folder, and check that it holds a task. Nothing of it is called."""
     file = Path(path)
     if file.is_dir():
         file = file / "task.py"

@@ -12,6 +12,7 @@ import tomllib
 
 import pytest
 
+import rung
 from rung.cli import _build_parser
 from rung.config import FLAGS, SETTINGS, refuse_contradictions, resolve
 from rung.errors import RungError
@@ -96,6 +97,15 @@ def test_the_reference_has_every_command_flag_and_setting(monkeypatch):
     for flag in FLAGS:
         assert f"`--{flag.replace('_', '-')}" in told
     assert all(f"| `{name}` |" in settings or f"`--{name.replace('_', '-')}`" in settings for name in SETTINGS)
+
+
+def test_the_python_reference_has_every_public_name_and_error():
+    told = (ROOT / "docs" / "api.md").read_text()
+    for name in rung.__all__:
+        assert name == "__version__" or f":: rung.{name}" in told, name
+    for error in RungError.__subclasses__():
+        if error.__module__ == "rung.errors":
+            assert f":: rung.errors.{error.__name__}\n" in told, error
 
 
 @pytest.mark.parametrize("page", page_names())
