@@ -233,22 +233,33 @@ def test_a_lower_rung_is_preferred_unless_the_gain_is_worth_it() -> None:
     assert choose([]) is None
 
 
-def test_pipelines_that_cannot_win_are_not_looked_at() -> None:
-    def waits(strategy: str, seconds: float, messages: float) -> Estimate:
-        found = row(strategy, 8, seconds)
-        return replace(found, time=StepTime(seconds, seconds - messages, 0, messages, 0, 0))
+def test_layouts_that_cannot_win_are_not_looked_at() -> None:
+    def why_not(strategy: str, *rows: Estimate, least: float = 0.0) -> str | None:
+        return cannot_win(parse(strategy, 8), list(rows), min(r.time.seconds for r in rows), least)
 
-    def why_not(strategy: str, *rows: Estimate) -> str | None:
-        return cannot_win(parse(strategy, 8), list(rows), min(r.time.seconds for r in rows))
-
-    best, cut = waits("zero3", 1.0, 0.2), waits("fsdp4,tp2", 2.0, 0.5)
-    assert why_not("pp2,fsdp2,tp2", best, cut) == "computing alone takes 1.5 s without stages; the best takes 1 s"
-    assert why_not("pp2,fsdp2,tp2", best, waits("fsdp4,tp2", 2.0, 1.5)) is None  # stages might take its messages away
-    assert why_not("fsdp4,tp2", best, cut) is None  # it has no stages
-    two, four = waits("pp2,fsdp4", 1.1, 0.0), waits("pp4,fsdp2", 1.2, 0.0)
+    best, two, four = row("zero3", 8, 1.0), row("pp2,fsdp4", 8, 1.1), row("pp4,fsdp2", 8, 1.2)
+    assert why_not("fsdp4,tp2", best, least=1.5) == "computing alone takes 1.5 s; the best takes 1 s"
+    filling = "computing and the filling of its stages alone takes 1.5 s; the best takes 1 s"
+    assert why_not("pp2,fsdp2,tp2", best, least=1.5) == filling
+    assert why_not("fsdp4,tp2", best, least=1.04) is None
+    assert why_not("ddp", best, least=1.5) is None  # the lower rungs are always looked at
     assert why_not("pp4,fsdp2", best, two) == "pp2,fsdp4 is slower than zero3 already"
     assert why_not("pp8", best, row("pp4,ddp2", 8, 1.3)) == "pp4,ddp2 takes 1.3 s; the best takes 1 s"
     assert why_not("pp4,zero1x2", best, two, four) is None  # of another kind
+
+
+def test_no_step_takes_less_than_is_said() -> None:
+    """What leaves layouts out unseen is held against those that were seen."""
+    task = text_task(model=lambda: TinyGPT(layers=4))
+    cluster = parse_cluster("8xH100")
+    estimator = Estimator(task, RunConfig(batch_size=32, precision="bf16"), cluster, 0)
+    for name in ("ddp", "fsdp4,tp2"):
+        assert estimator.least_seconds(named_layout(name, cluster)) == 0.0  # nothing is known yet
+        estimator.estimate(named_layout(name, cluster), "none", 4)
+    for name in ("zero1", "zero3", "pp2,ddp4", "pp4:gpipe,ddp2", "pp2,fsdp2,tp2"):
+        layout = named_layout(name, cluster)
+        least, found = estimator.least_seconds(layout), estimator.estimate(layout, "none", 1)
+        assert 0 < least <= found.time.seconds * 1.01
 
 
 def test_rungs_are_in_order() -> None:

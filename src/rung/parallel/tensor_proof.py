@@ -29,9 +29,9 @@ from rung.parallel.tensor_layers import can_be_cut, is_conv1d, is_linear, is_nor
 Points = dict[str, tuple[int | str, ...]]
 
 _SHORT_BATCH, _SHORT_LENGTH = 2, 8
-_PERIOD = (
-    2**20 - 3
-)  # after so many numbers they come again: drawing takes long, and no row is like another, as it is odd
+# After so many numbers they come again: drawing takes long, and no row is like another, as it is odd.
+_PERIOD = 2**20 - 3
+_SHIFT = 7  # in a larger weight each row is the one before, moved by so many numbers: it takes no memory to speak of
 # Modules that draw random numbers or look at the whole batch in training; the code around them is what is tried.
 _DIFFERENT_IN_TRAINING = (
     nn.modules.dropout._DropoutNd,
@@ -58,6 +58,10 @@ class Pair:
             self.rows.removeprefix(start),
             tuple(n.removeprefix(start) for n in self.summed),
         )
+
+
+class _Reached(Exception):
+    """What was to be seen was seen."""
 
 
 class Trial:
@@ -207,6 +211,16 @@ class Trial:
         part = None if bias is None else bias.chunk(num_ranks)[rank]
         return lambda x: F.linear(x, rows, part)
 
+    def _as_known(self, name: str) -> Callable[[Tensor], Tensor]:
+        """A layer after those that are tried: what it is given is what it was given, so its result is known, too."""
+        forward = self.modules[name].forward
+
+        def known(x: Tensor) -> Tensor:
+            result: Tensor = self.results[name] if _equal(x, self.inputs[name]) else forward(x)
+            return result
+
+        return known
+
     def _matters(self, name: str, rows: str) -> bool:
         """Whether a layer's result has any effect on what `rows` takes: else these inputs prove nothing."""
         reached: list[Tensor] = []
@@ -214,9 +228,10 @@ class Trial:
 
         def catch(x: Tensor) -> Tensor:
             reached.append(x)
-            return self.results[rows]
+            raise _Reached
 
-        self._run({name: lambda x: 1 - whole(x), rows: catch})
+        with contextlib.suppress(_Reached):
+            self._run({name: lambda x: 1 - whole(x), rows: catch})
         return not _equal(reached[0], self.inputs[rows])
 
     def _prove_on(self, columns: Sequence[str], rows: str, rank: int, num_ranks: int) -> list[str] | None:
@@ -233,7 +248,9 @@ class Trial:
             replaced: dict[str, Callable[..., Any]] = {
                 name: (lambda x, part=part: part(x.detach() if detached else x)) for name, part in parts.items()
             }
-            output = self._run({**replaced, rows: catch})
+            later = self.order[self.order.index(rows) + 1 :]
+            known = {name: self._as_known(name) for name in later if name not in columns and self.num_calls[name] == 1}
+            output = self._run({**known, **replaced, rows: catch})
             weights = torch.randn(reached[0].shape, generator=torch.Generator().manual_seed(rank))
             return output, _gradients((reached[0] * weights).sum(), sources)
 
@@ -314,7 +331,10 @@ def _random_state(block: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in block.named_parameters():
         fan_in = parameter.shape[-1] if parameter.dim() > 1 else 1
-        tensors[name] = _random(parameter, parameter.shape, generator, True).div_(max(1, fan_in) ** 0.5)
+        if parameter.numel() > _PERIOD and parameter.is_floating_point() and parameter.dim() > 1:
+            tensors[name] = _shifted(parameter.shape, fan_in**-0.5, generator)
+        else:
+            tensors[name] = _random(parameter, parameter.shape, generator, True).div_(max(1, fan_in) ** 0.5)
         if parameter.is_floating_point():
             tensors[name].requires_grad_()
     for name, buffer in block.named_buffers():
@@ -362,6 +382,14 @@ def _random(like: Tensor, shape: Sequence[int], generator: torch.Generator, flag
         few = torch.randn(min(size, _PERIOD), generator=generator, dtype=torch.float32)
         return few.repeat(-(-size // _PERIOD) or 1)[:size].reshape(tuple(shape))
     return torch.full(tuple(shape), flag, dtype=like.dtype)  # of numbers: 1 is a place in any table, and no mask
+
+
+def _shifted(shape: Sequence[int], scale: float, generator: torch.Generator) -> Tensor:
+    """A large weight whose rows overlap in memory."""
+    *head, columns = shape
+    strides = [_SHIFT * math.prod(head[place + 1 :]) for place in range(len(head))]
+    numbers = torch.randn(_SHIFT * (math.prod(head) - 1) + columns, generator=generator) * scale
+    return numbers.as_strided(tuple(shape), (*strides, 1))
 
 
 def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:

@@ -44,6 +44,12 @@ class StepTime:
     messages: float  # computing waits for a collective
     pipeline: float  # computing waits for another stage
     host: float  # computing waits for the host
+    update: float = 0.0  # of arithmetic and memory, what the optimizer and the gradient's norm take
+
+    @property
+    def computing(self) -> float:
+        """Forward and backward alone, if nothing had to be waited for."""
+        return self.arithmetic + self.memory - self.update
 
     @property
     def limit(self) -> str:
@@ -70,6 +76,7 @@ class _Clock:
     pending: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)  # received, but not arrived yet
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     forwards: list[tuple[float, dict[str, float]]] = field(default_factory=list)  # when each began, and `spent` then
+    update: float = 0.0  # of what was spent computing
 
 
 def step_time(runs: Sequence[DryRun], cluster: Cluster, *, repeated: int = 0) -> StepTime:
@@ -98,7 +105,7 @@ def step_time(runs: Sequence[DryRun], cluster: Cluster, *, repeated: int = 0) ->
     waits = max(0.0, seconds - sum(spent.values()))  # at the end, for other stages
     pipeline = spent["pipeline"] + (waits if len(runs) > 1 else 0.0)
     messages = spent["messages"] + (waits if len(runs) == 1 else 0.0)
-    return StepTime(seconds, spent["arithmetic"], spent["memory"], messages, pipeline, spent["host"])
+    return StepTime(seconds, spent["arithmetic"], spent["memory"], messages, pipeline, spent["host"], slowest.update)
 
 
 _BUSY = ("arithmetic", "memory")
@@ -160,6 +167,8 @@ def _compute(clock: _Clock, work: Work, device: Device) -> None:
             waits_for_host = start == clock.host and ready <= clock.host
             clock.spent["host" if waits_for_host else (why or "host")] += start - free
         clock.spent[limit] += seconds
+        if work.phase == "update":
+            clock.update += seconds
     end = start + seconds
     clock.streams[work.stream] = end
     if not device.overlaps:

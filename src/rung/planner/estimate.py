@@ -63,6 +63,7 @@ class Estimator:
         self._proofs: dict[Any, Any] = {}
         self._shortened: dict[int, Task] = {}
         self._per_sample: dict[tuple[Any, str], float] = {}
+        self._computing: dict[int, float] = {}  # by parts of tensors: seconds of all devices together
         self._repeats = Repeats() if config.schedule != "zb" else None  # which takes a block's backward apart
         data = task.train_data()
         if hasattr(data, "__getitem__"):
@@ -72,11 +73,28 @@ class Estimator:
         """Trace the layout with this micro-batch: with fewer blocks and micro-batches where they are alike."""
         share = max(1, self.config.batch_size // layout.num_data_ranks)
         count = -(-share // micro_batch)
-        # Once all stages are busy, each micro-batch more takes the same.
-        traced = min(count, layout.pp + 2 if layout.pp > 1 else _TRACED)
+        # Once all stages are busy, each micro-batch more takes the same, if as many are in flight as before.
+        traced = _TRACED if layout.pp == 1 else layout.pp + 2 if layout.schedule == "1f1b" else count
+        traced = min(count, traced)
         whole = self._whole(layout, checkpointing, micro_batch, traced, count - traced)
         self._per_sample[_like(layout), checkpointing] = whole.memory.of_samples / micro_batch
+        if layout.pp == 1 and checkpointing == self.config.activation_checkpointing:
+            spent = whole.time.computing * layout.num_ranks
+            self._computing[layout.tp] = min(spent, self._computing.get(layout.tp, spent))
         return replace(whole, num_micro_batches=count)
+
+    def least_seconds(self, layout: Layout) -> float:
+        """A step cannot take less: its forwards and backwards, as they were seen without stages where tensors are cut
+        alike, shared evenly; and while a pipeline fills and drains, its stages wait. 0 if nothing was seen.
+
+        Of P stages that take as long as each other, which is the best case, each has nothing to do for P - 1 of the M
+        micro-batches' times, unless it has several stages to turn to, or backwards that can be put off.
+        """
+        computing = self._computing.get(layout.tp, 0.0) / layout.num_ranks
+        if layout.pp == 1 or layout.schedule not in ("gpipe", "1f1b"):
+            return computing
+        count = max(1, self.config.batch_size // layout.num_data_ranks // (self.config.micro_batch or 1))
+        return computing * (count + layout.pp - 1) / count
 
     def may_fit(self, layout: Layout, checkpointing: str, micro_batch: int, state: int) -> bool:
         """Whether a micro-batch may fit beside the state, by what one took under a layout like this."""

@@ -51,11 +51,11 @@ def search(
     rows: list[Estimate] = []
     best = float("inf")
     for layout in layouts:
-        why_not = cannot_win(layout, rows, best) if prunes else None
+        why_not = cannot_win(layout, rows, best, estimator.least_seconds(layout)) if prunes else None
         if why_not is not None:
             found = Found(layout, rejected=Rejected(layout, why_not))
         else:
-            result = _look_at(layout, estimator, state)
+            result = _look_at(layout, estimator, state, best if prunes else float("inf"))
             found = Found(layout, tuple(result)) if isinstance(result, list) else Found(layout, rejected=result)
         rows += found.rows
         best = min([best, *(row.time.seconds for row in found.rows)])
@@ -63,7 +63,7 @@ def search(
         yield found
 
 
-def _look_at(layout: Layout, estimator: Estimator, state: dict[str, int]) -> list[Estimate] | Rejected:
+def _look_at(layout: Layout, estimator: Estimator, state: dict[str, int], best: float) -> list[Estimate] | Rejected:
     config, cluster = estimator.config, estimator.cluster
     if layout.num_data_ranks > config.batch_size:
         return Rejected(
@@ -94,18 +94,22 @@ def _look_at(layout: Layout, estimator: Estimator, state: dict[str, int]) -> lis
                 break
             closest = estimate if closest is None or estimate.memory.process < closest.memory.process else closest
             sizes = _smaller(sizes, estimate, cluster)
+            if _too_slow(estimator.least_seconds(layout), best):
+                break
         if found and found[-1].micro_batch == largest:
             break  # recomputing would only cost time
+        if _too_slow(estimator.least_seconds(layout), best):
+            break
     if found:
         return found
     assert closest is not None
     samples = f"{closest.micro_batch} sample{'' if closest.micro_batch == 1 else 's'}"
     recomputed = " and activations recomputed" if closest.checkpointing == "full" else ""
-    return Rejected(
-        layout,
-        f"needs {gib(closest.memory.process)} on a device, with {samples} at a time{recomputed}",
-        needs=closest.memory.process,
-    )
+    needs = f"needs {gib(closest.memory.process)} on a device, with {samples} at a time{recomputed}"
+    least = estimator.least_seconds(layout)
+    if _too_slow(least, best):
+        return Rejected(layout, f"{needs}; and {_why_slow(layout, least, best)}")
+    return Rejected(layout, needs, needs=closest.memory.process)
 
 
 def _sizes(layout: Layout, config: RunConfig) -> list[int]:
@@ -131,18 +135,18 @@ def least_state(layout: Layout, state: dict[str, int]) -> int:
     )
 
 
-def cannot_win(layout: Layout, rows: list[Estimate], best: float) -> str | None:
-    """Why a pipeline need not be looked at, from layouts that were.
+def cannot_win(layout: Layout, rows: list[Estimate], best: float, least: float) -> str | None:
+    """Why a layout that cuts tensors or layers need not be looked at, from layouts that were.
 
-    Stages take messages away, and nothing else: if the same cut of tensors without stages would be too slow even if its
-    messages took no time, it is too slow with stages. And if twice as many were slower before, or are far from the
-    best, more will not win.
+    It is too slow if `least`, which it cannot do without, is more than the best takes. And if half as many stages were
+    slower than none already, or are far from the best, more will not win.
     """
+    if layout.pp == layout.tp == 1:
+        return None
+    if _too_slow(least, best):
+        return _why_slow(layout, least, best)
     if layout.pp == 1:
         return None
-    flat = [row.time.seconds - row.time.messages for row in rows if row.layout.pp == 1 and row.layout.tp == layout.tp]
-    if flat and min(flat) > best:
-        return f"computing alone takes {human_seconds(min(flat))} without stages; the best takes {human_seconds(best)}"
     kin = {row.layout.pp: row for row in reversed(rows) if _family(row.layout) == _family(layout)}
     fewer = kin.get(layout.pp // 2)
     fewest = kin.get(layout.pp // 4) or kin.get(1)
@@ -151,6 +155,15 @@ def cannot_win(layout: Layout, rows: list[Estimate], best: float) -> str | None:
     if fewer is not None and fewer.layout.pp > 1 and fewer.time.seconds > best * (1 + _FAR):
         return f"{fewer.layout.name} takes {human_seconds(fewer.time.seconds)}; the best takes {human_seconds(best)}"
     return None
+
+
+def _too_slow(least: float, best: float) -> bool:
+    return least > best * (1 + WORTH_IT)
+
+
+def _why_slow(layout: Layout, least: float, best: float) -> str:
+    waits = " and the filling of its stages" if layout.pp > 1 else ""
+    return f"computing{waits} alone takes {human_seconds(least)}; the best takes {human_seconds(best)}"
 
 
 def _family(layout: Layout) -> tuple[int, int, bool]:
