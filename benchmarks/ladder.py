@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -174,9 +175,13 @@ def sentences(figures: dict[str, Any]) -> dict[str, str]:
     )
     found["machine"] = (
         f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}, {figures['date']}; "
-        f"{figures['repeats']} runs of {figures['steps']} steps each, in turns; the machine's load before was "
-        f"{machine['load_average_before']}."
+        f"{figures['repeats']} x {figures['steps']} steps of each, in turns, of which the first five do not count."
     )
+    if machine["load_average_before"] > machine["cores"] / 4:
+        found["machine"] += (
+            f" The machine was busy with other things (load {machine['load_average_before']}): memory and bytes hold, "
+            "speeds do not."
+        )
     found["table"] = _table(rows)
     return found
 
@@ -195,7 +200,11 @@ def _table(rows: dict[str, Any]) -> str:
             f"| `{name}` | {row['samples_per_second']:.0f} | {row['speedup']:.2f} | {human_size(row['peak_bytes'])} | "
             f"{human_size(row['bytes_per_step']) if row['bytes_per_step'] else 'nothing'} | {apart} |"
         )
-    return "\n" + "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 105, break_on_hyphens=False)
 
 
 def fill_in(page: str, told: dict[str, str]) -> str:
@@ -204,10 +213,10 @@ def fill_in(page: str, told: dict[str, str]) -> str:
     if marks != set(told):
         raise RuntimeError(f"marks and figures differ: {sorted(marks ^ set(told))}")
     for name, text in told.items():
-        pattern = rf"(<!-- measured: {name} -->).*?(<!-- end -->)"
-        page = re.sub(
-            pattern, lambda found, text=text: f"{found.group(1)}{text}{found.group(2)}", page, flags=re.DOTALL
-        )
+        start = f"<!-- measured: {name} -->"
+        # A mark at the beginning of a line would end the paragraph.
+        new = f"{start}\n\n{text}\n\n<!-- end -->" if name == "table" else f"{start}\n{_wrapped(text)} <!-- end -->"
+        page = re.sub(rf"{start}.*?<!-- end -->", lambda _, new=new: new, page, flags=re.DOTALL)
     return page
 
 

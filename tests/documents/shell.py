@@ -23,6 +23,7 @@ from tests.documents.running import HELD_TASKS, SERVES, SHORTENED, fill_in
 from tests.faults.hosts import Hosts
 
 _SECONDS = 1200.0  # against hanging
+HANGS = -1  # the exit code of what is not done by then
 _SERVES_SECONDS = 15.0
 _COPIED = ("examples", "benchmarks", "docs", "src", "tests", "Makefile", "README.md", "pyproject.toml", "LICENSE")
 
@@ -103,7 +104,7 @@ class Shell:
             if self._process.poll() is not None:
                 return self._process.returncode, f"{said}\nthe shell has ended"
             if time.monotonic() > deadline:
-                return -1, f"{said}\nnot done after {_SECONDS:.0f} s"
+                return HANGS, f"{said}\nnot done after {_SECONDS:.0f} s"
             time.sleep(0.05)
 
     def _run_on_hosts(self, text: str) -> tuple[int, str]:
@@ -130,7 +131,7 @@ class Shell:
             try:
                 codes = [process.wait(timeout=_SECONDS) for process in processes]
             except subprocess.TimeoutExpired:
-                codes = [-1]
+                codes = [HANGS]
             finally:
                 for process in processes:
                     if process.poll() is None:
