@@ -113,6 +113,7 @@ def verify_command(
         **{name: getattr(asked, name) for name in (*_FOR_CUT_MODELS, *_FOR_SERVERS, *OF_DDP)},
         log_every=1,
         eval_every="never",
+        keep_best="none",
         profile=None,
         log=None,
         epochs=None,

@@ -83,6 +83,7 @@ def compare(asked: Asked, messages: Console) -> tuple[dict[str, Any], Path]:
         eval_every="never",
         save_weights=False,
         checkpoint_every=None,
+        keep_best="none",
         replicate_state=False,
         out=None,
     )
