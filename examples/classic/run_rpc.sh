@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Starts train_rpc.py on four processes of this machine: on GPUs if there are four, else on the CPU. Flags are passed on.
+set -euo pipefail
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export PYTHONWARNINGS="ignore::UserWarning:torch.distributed.distributed_c10d"  # of torch, about itself
+exec torchrun --standalone --nproc-per-node 4 "$(dirname "$0")/train_rpc.py" "$@"
