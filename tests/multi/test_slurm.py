@@ -1,0 +1,214 @@
+"""`rung submit slurm` against a real Slurm on this machine: jobs that are preempted, run out of time, lose a node."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.multi.test_commands import events
+from tests.slurm import Slurm, is_available
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="Slurm and munge are not installed (slurm-wlm, munge)")
+
+TASK = """
+import time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+defaults = {"batch_size": 10, "steps": 12, "device": "cpu", "precision": "fp64", "log_every": 1}
+
+class Net(nn.Module):
+    def __init__(self, pause):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)
+        self.pause = pause
+
+    def forward(self, x):
+        time.sleep(self.pause)
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+def train_data():
+    x = torch.randn(103, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+def model(pause=0.0): return Net(pause)
+def loss(output, target): return F.cross_entropy(output, target)
+def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where jobs run, with the task and what one process makes of it."""
+    folder = tmp_path_factory.mktemp("jobs of slurm")  # a name that must be quoted
+    (folder / "net.py").write_text(TASK)
+    command = [sys.executable, "-m", "rung", "train", "net.py", "--out", "alone"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=180)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        cluster.environment["OMP_NUM_THREADS"] = "1"
+        yield cluster
+
+
+def submit(slurm: Slurm, folder: Path, out: str, *flags: str, steps: int = 12) -> str:
+    """The number of a new job."""
+    command = [sys.executable, "-m", "rung", "submit", "slurm", "net.py", "--out", out, "--steps", str(steps), *flags]
+    done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.match(r"submitted job (\d+): ", done.stdout)
+    assert found is not None, done.stdout
+    assert f"scancel {found.group(1)}" in done.stdout and f"{out}.sbatch" in done.stdout
+    return found.group(1)
+
+
+def finish(slurm: Slurm, number: str, folder: Path, out: str) -> None:
+    """Wait for the end of a job. Slurm lets one that was requeued wait for two minutes, unless it is told not to."""
+    deadline = time.monotonic() + 240
+    released = set()
+    while (state := slurm.job(number)["JobState"]) != "COMPLETED":
+        said = (folder / f"{out}.out").read_text() if (folder / f"{out}.out").exists() else ""
+        assert state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), f"{state}: {said}"
+        assert time.monotonic() < deadline, f"{state}: {said}"
+        if state == "PENDING" and (restarts := slurm.job(number)["Restarts"]) not in released:
+            released.add(restarts)
+            slurm.release(number)
+        time.sleep(0.3)
+
+
+def wait_for_steps(folder: Path, out: str, count: int, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    path = folder / out / "metrics.jsonl"
+    while not path.exists() or len(events(folder / out, "step")) < count:
+        assert time.monotonic() < deadline, f"{out} does not train"
+        time.sleep(0.1)
+
+
+def assert_like_one_process(folder: Path, out: str) -> None:
+    weights, expected = (load_file(folder / name / "model.safetensors") for name in (out, "alone"))
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9)
+
+
+def test_ddp_on_two_nodes_equals_one_process(slurm: Slurm, folder: Path) -> None:
+    number = submit(slurm, folder, "two", "--nodes", "2", "--nproc", "2", "--name", "My job")
+    finish(slurm, number, folder, "two")
+    assert slurm.job(number)["JobName"] == "my-job"
+    (start,) = events(folder / "two", "start")
+    assert (start["strategy"], start["ranks"]) == ("ddp", 4)
+    assert_like_one_process(folder, "two")
+
+
+def test_a_preempted_job_comes_back_and_ends_with_the_right_weights(slurm: Slurm, folder: Path) -> None:
+    flags = ("--strategy", "fsdp", "--nodes", "2", "--nproc", "1", "--sbatch", "exclusive")
+    number = submit(slurm, folder, "preempted", *flags, "--set", "model.pause=0.3")
+    wait_for_steps(folder, "preempted", 3)
+    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
+    other = slurm.run("sbatch", "--parsable", *urgent, cwd=folder).strip()
+    slurm.wait_for(other, "COMPLETED")
+    finish(slurm, number, folder, "preempted")
+    assert slurm.job(number)["Restarts"] == "1"
+    said = (folder / "preempted.out").read_text()
+    assert "after a checkpoint" in said and "going on after step" in said
+    steps = [row["step"] for row in events(folder / "preempted", "step")]
+    assert steps == list(range(1, 13))  # none lost, none taken twice
+    assert_like_one_process(folder, "preempted")
+
+
+@pytest.mark.slow
+def test_a_job_that_is_told_of_its_time_limit_goes_on_later(slurm: Slurm, folder: Path) -> None:
+    """Slurm counts a limit in minutes; the signal that comes before it can be sent by hand."""
+    number = submit(slurm, folder, "told", "--nproc", "2", "--set", "model.pause=0.3")
+    wait_for_steps(folder, "told", 3)
+    slurm.run("scancel", "--signal=USR1", number)
+    finish(slurm, number, folder, "told")
+    assert slurm.job(number)["Restarts"] == "1"
+    assert [row["step"] for row in events(folder / "told", "step")] == list(range(1, 13))
+    assert_like_one_process(folder, "told")
+
+
+@pytest.mark.slow
+def test_a_job_longer_than_its_time_limit_ends_in_several_parts(slurm: Slurm, folder: Path) -> None:
+    flags = ("--strategy", "zero1", "--nodes", "2", "--time", "1", "--notice", "35", "--set", "model.pause=6")
+    number = submit(slurm, folder, "long", *flags)
+    finish(slurm, number, folder, "long")
+    assert int(slurm.job(number)["Restarts"]) >= 1
+    assert "DUE TO TIME LIMIT" not in (folder / "long.out").read_text()
+    assert [row["step"] for row in events(folder / "long", "step")] == list(range(1, 13))
+    assert_like_one_process(folder, "long")
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_does_not_come_back(slurm: Slurm, folder: Path) -> None:
+    number = submit(slurm, folder, "cancelled", "--nproc", "2", "--set", "model.pause=0.5")
+    wait_for_steps(folder, "cancelled", 2)
+    slurm.run("scancel", number)
+    slurm.wait_for(number, "CANCELLED")
+    assert "after a checkpoint" in (folder / "cancelled.out").read_text()
+    time.sleep(5)
+    assert slurm.job(number)["JobState"] == "CANCELLED"
+    again = submit(slurm, folder, "cancelled", "--resume", "cancelled")
+    finish(slurm, again, folder, "cancelled")
+    assert_like_one_process(folder, "cancelled")
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_does_not_come_back(slurm: Slurm, folder: Path) -> None:
+    number = submit(slurm, folder, "failing", "--set", "model.pause=-1")
+    assert slurm.wait_for(number, "FAILED")["ExitCode"] == "1:0"
+    assert "sleep length must be non-negative" in (folder / "failing.out").read_text()
+
+
+@pytest.mark.slow
+def test_a_job_that_loses_a_node_goes_on_from_its_checkpoint(slurm: Slurm, folder: Path) -> None:
+    flags = ("--nodes", "2", "--checkpoint-every", "2", "--set", "model.pause=0.5")
+    number = submit(slurm, folder, "lost", *flags)
+    wait_for_steps(folder, "lost", 5)
+    slurm.run("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=test")
+    slurm.wait_for(number, "PENDING")
+    slurm.run("scontrol", "update", "NodeName=n1", "State=IDLE")
+    finish(slurm, number, folder, "lost")
+    assert_like_one_process(folder, "lost")
+
+
+@pytest.mark.slow
+def test_an_array_trains_each_strategy(slurm: Slurm, folder: Path) -> None:
+    strategies = ["single", "ddp", "fsdp", "pp2"]
+    number = submit(slurm, folder, "array", "--nodes", "2", "--nproc", "1", "--strategies", *strategies)
+    for index, strategy in enumerate(strategies):
+        slurm.wait_for(f"{number}_{index}", "COMPLETED", seconds=300)
+        (start,) = events(folder / "array" / strategy, "start")
+        assert (start["strategy"], start["ranks"]) == (strategy, 1 if strategy == "single" else 2)
+        assert_like_one_process(folder, f"array/{strategy}")
+    runs = [f"array/{strategy}" for strategy in strategies]
+    command = [sys.executable, "-m", "rung", "report", *runs, "--out", "array.md"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=180)
+    assert all(strategy in (folder / "array.md").read_text() for strategy in strategies)
+
+
+@pytest.mark.slow
+def test_slurm_takes_every_option_of_the_script_and_refuses_what_it_does_not_know(slurm: Slurm, folder: Path) -> None:
+    (folder / "gpu.py").write_text(TASK.replace(', "device": "cpu"', ""))
+    base = [sys.executable, "-m", "rung", "submit", "slurm", "gpu.py", "--dry-run", "--nodes", "1:2"]
+    flags = ["--gpus-per-node", "2", "--time", "4:00:00", "--mem", "100M", "--cpus-per-task", "3", "--qos", "normal"]
+    flags += ["--account", "me", "--partition", "urgent", "--sbatch", "exclusive", "--sbatch", "mail-type=END"]
+    for extra, code in (([], 0), (["--sbatch", "no-such=1"], 1), (["--gpus-per-node", "3"], 1)):
+        made = subprocess.run([*base, *flags, *extra], cwd=folder, capture_output=True, text=True, check=True)
+        (folder / "try.sbatch").write_text(made.stdout)
+        command = ["sbatch", "--test-only", "try.sbatch"]
+        done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr

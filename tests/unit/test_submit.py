@@ -1,0 +1,277 @@
+"""`rung submit`: what a job is made of, what is refused before it waits in a queue, and the script for Slurm."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rung.cli import main
+from rung.errors import ConfigError, RungError
+from rung.submit.job import Asked, Job, describe, describe_each
+from rung.submit.slurm_script import Script, render
+from tests.multi.test_commands import TASK
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A task file in the working directory, without a say in the device."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(TASK.replace(', "device": "cpu"', ""))
+    return "mine.py"
+
+
+def asked(task: str, strategy: str | None = None, **others: Any) -> Asked:
+    flags = {"strategy": strategy, **others.pop("flags", {})}
+    return Asked(task=task, flags=flags, assignments=others.pop("assignments", {}), **others)
+
+
+def script(*jobs: Job, **others: Any) -> str:
+    values = {"name": "mine", "program": ("rung",), "output": "x.out", "folder": "/home/me", "made_by": "rung submit"}
+    return render(jobs, Script(**{**values, **others}))
+
+
+def directives(text: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH --")]
+    return {line.partition("=")[0]: line.partition("=")[2] for line in lines}
+
+
+# -- the job ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "gpus", "nproc", "expected"),
+    [
+        (None, None, 0, None, ("single", (1, 1), "1")),
+        (None, "2", 8, None, ("ddp", (2, 2), "8")),
+        ("fsdp", "4", 8, None, ("fsdp", (4, 4), "8")),
+        ("pp2,fsdp4", "2", 8, None, ("pp2,fsdp4", (2, 2), "4")),
+        ("ddp", "2:4", 0, "3", ("ddp", (2, 4), "3")),
+        ("dp4", None, 4, None, ("dp4", (1, 1), "1")),
+        ("ddp", None, 0, "2:4", ("ddp", (1, 1), "2:4")),
+    ],
+)
+def test_processes_follow_from_gpus_and_the_sizes_of_the_strategy(
+    task: str, strategy: str, nodes: str, gpus: int, nproc: str, expected: tuple[str, tuple[int, int], str]
+) -> None:
+    job = describe(asked(task, strategy, nodes=nodes, gpus=gpus, flags={"nproc": nproc}))
+    assert (job.strategy, job.nodes, job.processes) == expected
+
+
+def test_the_words_of_a_job_are_a_command_that_rung_train_takes(task: str) -> None:
+    flags = {"batch_size": "20", "shuffle": False, "compile": True, "out": "here", "clip": "0.5"}
+    job = describe(asked(task, "fsdp", nodes="2", flags=flags, assignments={"model.width": "8", "nproc": "3"}))
+    assert shlex.join(job.words("head:1")) == (
+        "train mine.py --strategy fsdp --nnodes 2 --nproc 3 --rdzv head:1 --out here --resume-if-there --batch-size 20 "
+        "--no-shuffle --compile --clip 0.5 --set model.width=8"
+    )
+
+
+def test_settings_of_a_file_and_of_the_task_count(task: str) -> None:
+    Path("run.toml").write_text('strategy = "zero1"\nnnodes = "2"\nnproc = "3"\n')
+    job = describe(asked(task, config_file="run.toml"))
+    assert (job.strategy, job.nodes, job.processes) == ("zero1", (2, 2), "3")
+    assert job.settings == ("--config", "run.toml")
+    assert describe(asked(task, config_file="run.toml", nodes="1", flags={"nproc": "4"})).nnodes == "1"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "tp3", "nodes": "2"}, "'tp3' is a layout of 3 processes, but the job has 4"),
+        ({"strategy": "single", "nodes": "2"}, "'single' is one process, but 2 were asked for"),
+        ({"strategy": "auto"}, "Name a strategy"),
+        ({"strategy": "ddq"}, "ddq"),
+        ({"flags": {"backend": "mpi"}}, "--backend mpi needs mpirun"),
+        ({"flags": {"backend": "nccl"}}, "--gpus-per-node N"),
+        ({"assignments": {"device": "cuda"}}, "--gpus-per-node N"),
+        ({"assignments": {"device": "cpu"}, "gpus": 2}, "leave the 2 GPUs of each node idle"),
+        ({"flags": {"nproc": "4"}, "gpus": 2}, "4 processes on nodes of 2 GPUs"),
+        ({"strategy": "dp4", "gpus": 2}, "--strategy dp2"),
+        ({"gpus": -1}, "--gpus-per-node -1"),
+        ({"nodes": "0"}, "nodes must be at least 1"),
+        ({"nodes": "two"}, "nodes is a number, or MIN:MAX"),
+        ({"assignments": {"rdzv": "a:1"}}, "Leave out --set rdzv"),
+        ({"assignments": {"model.wdth": "8"}}, "width"),
+        ({"flags": {"offload": "cpu"}, "strategy": "ddp", "nodes": "2"}, "shards no parameters"),
+        ({"resume": "nowhere"}, "there is no run in nowhere"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_queue(task: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RungError, match=message.replace("(", r"\(")):
+        describe(asked(task, **values))
+
+
+def test_a_tracker_that_is_missing_counts_where_the_nodes_have_the_same_software(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert describe(asked(task, flags={"log": "mlflow"})).strategy == "single"
+    with pytest.raises(RungError, match="mlflow"):
+        describe(asked(task, flags={"log": "mlflow"}), is_installed=True)
+
+
+def test_a_run_that_is_there_is_gone_on_with_only_if_asked(task: str) -> None:
+    Path("here").mkdir()
+    Path("here/config.toml").write_text('# rung 0.1: mine, ddp2\nstrategy = "ddp"\nnproc = "2"\nbatch_size = 10\n')
+    with pytest.raises(ConfigError, match=r"here holds a run already\. Go on with it: --resume here"):
+        describe(asked(task, flags={"out": "here"}))
+    job = describe(asked(task, resume="here"))
+    assert (job.out, job.strategy, job.processes) == ("here", "ddp", "2")
+    assert describe(asked(task, "fsdp", resume="here", gpus=4)).processes == "4"
+    with pytest.raises(ConfigError, match="would change its numbers"):
+        describe(asked(task, resume="here", flags={"batch_size": "12"}))
+
+
+def test_gpus_that_stay_idle_are_told_of(task: str) -> None:
+    assert describe(asked(task, "tp2", gpus=8)).notes == ("tp2 uses 2 of the 8 GPUs of each node",)
+    assert describe(asked(task, "ddp", gpus=8)).notes == ()
+
+
+def test_each_strategy_of_an_array_takes_the_nodes_that_it_needs(task: str) -> None:
+    jobs = describe_each(asked(task, nodes="2", gpus=4, flags={"out": "all"}), ["single", "ddp", "tp4", "pp2,ddp4"])
+    assert [(job.nodes[1], job.processes) for job in jobs] == [(1, "1"), (2, "4"), (1, "4"), (2, "4")]
+    assert [job.out for job in jobs] == ["all/single", "all/ddp", "all/tp4", "all/pp2-ddp4"]
+
+
+@pytest.mark.parametrize(
+    ("values", "strategies", "message"),
+    [
+        ({}, ["ddp", "ddp"], "each of them once"),
+        ({"strategy": "ddp"}, ["fsdp"], "--strategy ddp is for one"),
+        ({"resume": "runs/x"}, ["fsdp"], "--resume runs/x is for one"),
+    ],
+)
+def test_an_array_is_of_new_runs(task: str, values: dict[str, Any], strategies: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        describe_each(asked(task, **values), strategies)
+
+
+# -- the script ------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_asks_for_what_the_job_needs(task: str) -> None:
+    job = describe(asked(task, "fsdp", nodes="4", gpus=8, assignments={"workers": "2"}))
+    found = directives(script(job, options={"partition": "gpu", "exclusive": None}))
+    expected = {"nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "8", "cpus-per-task": "24", "partition": "gpu"}
+    assert expected.items() <= found.items()
+    assert {"requeue", "exclusive", "open-mode", "signal"} <= found.keys()
+
+
+def test_a_job_without_gpus_asks_for_none_and_of_one_node_has_no_meeting(task: str) -> None:
+    text = script(describe(asked(task)))
+    assert "gpus-per-node" not in directives(text)
+    assert "--rdzv" not in text and "$head" not in text
+
+
+def test_what_the_user_says_to_sbatch_wins(task: str) -> None:
+    found = directives(script(describe(asked(task)), options={"cpus-per-task": "7", "output": "mine.txt"}))
+    assert (found["cpus-per-task"], found["output"]) == ("7", "mine.txt")
+
+
+def test_a_range_of_nodes_goes_on_without_one_that_is_lost(task: str) -> None:
+    text = script(describe(asked(task, "ddp", nodes="2:4")))
+    assert directives(text)["nodes"] == "2-4"
+    assert "no-kill" in directives(text)
+    assert '--nnodes "2:$SLURM_JOB_NUM_NODES"' in text and "--no-kill" in text
+
+
+def run_shell(text: str, tmp_path: Path, task_id: str = "0") -> list[str]:
+    """The words that srun gets when bash runs the script, with Slurm's programs pretended."""
+    programs = tmp_path / "programs"
+    programs.mkdir(exist_ok=True)
+    for name, body in {
+        "srun": 'printf "%s\\n" "$@" > words',
+        "scontrol": "echo '   NodeAddr=10.0.0.7 NodeHostName=n7 Version=22'",
+        "squeue": "true",
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    variables = {"SLURM_JOB_ID": "20007", "SLURMD_NODENAME": "n7", "SLURM_CPUS_PER_TASK": "2"}
+    variables |= {"SLURM_ARRAY_TASK_ID": task_id, "SLURM_JOB_NUM_NODES": "3", "PATH": f"{programs}:/usr/bin:/bin"}
+    (tmp_path / "job.sh").write_text(text)
+    done = subprocess.run(["bash", "-eu", "job.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return (tmp_path / "words").read_text().splitlines()
+
+
+def test_the_shell_reads_the_words_as_they_were_given(task: str, tmp_path: Path) -> None:
+    nasty = "a b'c\"d$HOME"
+    job = describe(asked(task, "ddp", nodes="2", flags={"out": nasty}, environment=(("NOTE", nasty),)))
+    text = script(job, made_by="rung submit 'two\nlines'", setup=('test "$PWD" != / && true',))
+    words = run_shell(text, tmp_path)
+    assert words[words.index("--out") + 1] == nasty
+    assert words[words.index("--rdzv") + 1] == "10.0.0.7:10007"
+    assert words[words.index("rung") :][:3] == ["rung", "train", "mine.py"]
+
+
+def test_each_task_of_an_array_has_its_own_words(task: str, tmp_path: Path) -> None:
+    jobs = describe_each(asked(task, nodes="2", gpus=2, flags={"out": "all"}), ["single", "pp2,ddp2"])
+    text = script(*jobs)
+    assert directives(text)["array"] == "0-1"
+    first, second = (run_shell(text, tmp_path, number) for number in "01")
+    assert "--rdzv" not in first and first[first.index("--out") + 1] == "all/single"
+    assert "--ntasks=1" in first and "--ntasks=2" in second
+    assert second[second.index("--strategy") + 1] == "pp2,ddp2"
+    assert second[second.index("--rdzv") + 1] == "10.0.0.7:10007"
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def submit(*arguments: str) -> int:
+    return main(["submit", "slurm", *arguments])
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(task, "--nodes", "2", "--time", "30", "--env", "KEY=some value", "--dry-run") == 0
+    found = capsys.readouterr()
+    assert found.out.startswith("#!/bin/bash\n#SBATCH --job-name=mine-ddp\n") and not found.err
+    assert "export KEY='some value'" in found.out
+    assert sorted(path.name for path in Path().iterdir()) == ["mine.py"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sbatch", "nodes=3"], "use --nodes for that"),
+        (["--sbatch", "partition=x"], "use --partition for that"),
+        (["--sbatch", "ntasks=4"], "the script says that itself"),
+        (["--sbatch", "=4"], "--sbatch takes KEY=VALUE, not '=4'"),
+        (["--sbatch", "two words"], "as KEY=VALUE or KEY, not 'two words'"),
+        (["--env", "a-b=1"], "cannot be the name of a variable"),
+        (["--env", "a"], "--env takes KEY=VALUE, not 'a'"),
+        (["--notice", "20"], "grace_seconds=30"),
+    ],
+)
+def test_flags_of_the_scheduler_are_checked(
+    task: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(task, *flags, "--dry-run") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_notice_is_longer_than_saving_may_take(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(task, "--set", "grace_seconds=300", "--dry-run") == 0
+    assert directives(capsys.readouterr().out)["signal"] == "USR1@330"
+
+
+def test_a_machine_without_slurm_is_told_so(
+    task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert submit(task) == 2
+    assert "there is no sbatch here" in capsys.readouterr().err
+    assert sorted(path.name for path in Path().iterdir()) == ["mine.py"]
+
+
+def test_a_flag_of_rung_train_that_is_another_one_here(
+    task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["rung", "submit", "slurm", task, "--nnodes", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "Did you mean '--nodes'?\nrung submit slurm --help" in capsys.readouterr().err
