@@ -168,8 +168,8 @@ def _told_by_torch() -> list[Told]:
     backend = os.environ.get("PET_RDZV_BACKEND", "c10d")
     if "rdzv" in found and backend not in ("c10d", "static"):
         raise ConfigError(
-            f"PET_RDZV_BACKEND={backend} and PET_RDZV_ENDPOINT={found['rdzv'].value} are in the environment. Rung's "
-            "machines meet by c10d: name one of them, and a free port there."
+            f"PET_RDZV_BACKEND={backend} is in the environment, and Rung's machines meet by c10d: put that there, with "
+            "one of the machines and a free port as PET_RDZV_ENDPOINT, or unset it."
         )
     return list(found.values())
 

@@ -6,6 +6,10 @@ import os
 import shutil
 import subprocess
 import uuid
+from pathlib import Path
+
+_FILES = Path("/etc/netns")  # what lies there in a folder of a namespace's name is put over the files of /etc
+_NAMED = 'hostname "$0" && exec "$@"'
 
 
 def possible() -> bool:
@@ -21,9 +25,14 @@ def possible() -> bool:
 
 
 class Hosts:
-    """`count` machines on one network. Use as a context manager."""
+    """`count` machines on one network. Use as a context manager.
 
-    def __init__(self, count: int) -> None:
+    With `named`, they are host0, host1 and so on to each other. To itself, each is an address of loopback, as many
+    systems have it.
+    """
+
+    def __init__(self, count: int, *, named: bool = False) -> None:
+        self._named = named
         self._mark = uuid.uuid4().hex[:5]
         self._net = f"10.{100 + os.getpid() % 100}.{int(self._mark, 16) % 250}"
         self.names = [f"rung-{self._mark}-{number}" for number in range(count)]
@@ -39,11 +48,21 @@ class Hosts:
             _ip("-n", name, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
+            if self._named:
+                self._write_names(number)
         return self
+
+    def _write_names(self, number: int) -> None:
+        others = [other for other in range(len(self.names)) if other != number]
+        lines = ["127.0.0.1 localhost", f"127.0.1.1 host{number}", *(f"{self.address(n)} host{n}" for n in others)]
+        folder = _FILES / self.names[number]
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text("\n".join(lines) + "\n")
 
     def __exit__(self, *error: object) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(_FILES / name, ignore_errors=True)
         subprocess.run(["ip", "link", "del", f"rg{self._mark}"], capture_output=True)
 
     def address(self, number: int) -> str:
@@ -51,7 +70,8 @@ class Hosts:
 
     def prefix(self, number: int) -> list[str]:
         """What runs a command on a machine."""
-        return ["ip", "netns", "exec", self.names[number]]
+        enter = ["ip", "netns", "exec", self.names[number]]
+        return [*enter, "unshare", "--uts", "sh", "-c", _NAMED, f"host{number}"] if self._named else enter
 
     def cut(self, number: int) -> None:
         _ip("link", "set", self._cable(number), "down")

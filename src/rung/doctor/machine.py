@@ -27,7 +27,7 @@ from rung.doctor.finding import Finding, failed, not_here, ok, warning
 from rung.errors import RungError
 from rung.launch.precision import SLOW, half_precision_ratio
 from rung.machine import core_limit, free_host_bytes
-from rung.network import address_towards, answers, interface_of, resolve_host, split_endpoint
+from rung.network import address_among_others, answers, interface_of, split_endpoint
 from rung.processes import num_cores
 from rung.sizes import human_bytes, human_seconds
 from rung.version import VERSION
@@ -144,16 +144,16 @@ def meeting_place(rdzv: str) -> Finding:
     check = "meeting place"
     try:
         host, port = split_endpoint(rdzv)
-        address, own = resolve_host(host, port), address_towards(host, port)
+        own, is_ours = address_among_others(host, port)
     except (RungError, ValueError) as error:
         return failed(check, str(error), "give --rdzv HOST:PORT with a host that every machine can reach")
     through = f"through {interface_of(own) or own}"
     if answers(host, port):
         if _is_store(host, port):
             return ok(check, f"a store answers at {rdzv}, {through}")
-        fix = f"use another port: {_free_port()} is free" if own == address else "stop it, or use another port"
+        fix = f"use another port: {_free_port()} is free" if is_ours else "stop it, or use another port"
         return failed(check, f"something else than a store listens at {rdzv}", fix)
-    if own != address:
+    if not is_ours:
         return ok(check, f"{rdzv} is another machine, reached {through}; nobody listens there yet")
     problem = _cannot_listen(own, port)
     if problem is not None:

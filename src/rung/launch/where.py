@@ -37,10 +37,11 @@ def place_of_command(given: Mapping[str, Any]) -> Place | None:
 
 def _several_tasks(step: Step, given: Mapping[str, Any]) -> str:
     asked = " ".join(f"--{name} {given[name]}" for name in ("nnodes", "rdzv") if given.get(name) is not None)
-    here = f"{step.place.local_size} tasks on this machine ({step.place.size} on {step.num_nodes})"
+    machines = f"{step.num_nodes} machines" if step.num_nodes > 1 else "one machine"
     return (
-        f"{asked} is for one launcher on each machine, and srun has started {here}. Start one on each, `srun "
-        "--ntasks-per-node=1 rung train --nproc N ...`, or leave the flags out: then each task is a rank."
+        f"{asked} is for one launcher on each machine, and srun has started {step.place.size} tasks on {machines}. "
+        "Start one on each, `srun --ntasks-per-node=1 rung train --nproc N ...`, or leave the flags out: each task is a "
+        "rank then."
     )
 
 
@@ -54,7 +55,7 @@ def take_told(resolved: Resolved, only: Collection[str] = tuple(SETTINGS)) -> tu
         if told.setting not in only:
             continue
         given, origin = getattr(config, told.setting), origins.get(told.setting, "default")
-        value = check(told.setting, _readable(told))
+        value = _read(told)
         if origin in ("default", "task", "run"):
             config = replace(config, **{told.setting: value})
             origins[told.setting] = f"environment {told.variable}"
@@ -68,20 +69,21 @@ def take_told(resolved: Resolved, only: Collection[str] = tuple(SETTINGS)) -> tu
 def _useful(resolved: Resolved) -> list[Told]:
     """What the cluster says; the place to meet only if there are several machines to meet."""
     found = told_settings()
-    nodes = next((told.value for told in found if told.setting == "nnodes"), resolved.config.nnodes)
+    nodes = next((_read(told) for told in found if told.setting == "nnodes"), resolved.config.nnodes)
     is_alone = count_range(nodes, "nnodes")[1] == 1
     return [told for told in found if told.setting != "rdzv" or not is_alone]
 
 
-def _readable(told: Told) -> Any:
-    if told.setting == "max_restarts":
-        if not told.value.isdigit():
-            raise ConfigError(f"{told.variable}={told.value} is in the environment, and is no number.")
-        return int(told.value)
+def _read(told: Told) -> Any:
+    """The value of a setting. Slurm's names of machines become such that the network knows."""
+    text = told.value
     if told.variable == "SLURM_STEP_NODELIST":
-        host, port = split_endpoint(told.value)
-        return f"{slurm_address(host)}:{port}"
-    return told.value
+        host, port = split_endpoint(text)
+        text = f"{slurm_address(host)}:{port}"
+    try:
+        return check(told.setting, text)
+    except ConfigError as error:
+        raise ConfigError(f"{told.variable}={text} is in the environment: {error}") from None
 
 
 def _agrees(told: Told, given: str, value: str) -> bool:
@@ -139,10 +141,9 @@ def find_machines(nproc: int | None, nnodes: int, rdzv: str | None) -> Machines:
 
 
 def _with_told(nproc: int | None, nnodes: int, rdzv: str | None) -> Machines:
-    given = {"nproc": str(nproc) if nproc is not None else None, "nnodes": str(nnodes), "rdzv": rdzv}
-    asked = {name: value for name, value in given.items() if value not in (None, "1") or name == "nproc"}
-    origins = {name: "flag" for name, value in asked.items() if value is not None}
-    resolved, line = take_told(Resolved(replace(RunConfig(), **asked), origins=origins), only=_MACHINES)
+    asked = RunConfig(nproc=str(nproc) if nproc is not None else None, nnodes=str(nnodes), rdzv=rdzv)
+    origins = {name: "flag" for name in _MACHINES if getattr(asked, name) != SETTINGS[name].default}
+    resolved, line = take_told(Resolved(asked, origins=origins), only=_MACHINES)
     config = resolved.config
     processes = count_range(config.nproc)[1] if config.nproc is not None else None
     return Machines(None, processes, count_range(config.nnodes, "nnodes")[1], config.rdzv, line)
