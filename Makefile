@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo browser test test-all lint docs ladder bench bench-gpu bench-bubble bench-checkpoint bench-compression chaos clean
+.PHONY: demo system test test-all lint docs ladder bench bench-gpu bench-bubble bench-checkpoint bench-compression chaos clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -32,23 +32,27 @@ lint: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The page of `rung compare` is tested in a real browser. Where it cannot be installed, pytest says what it leaves out.
-browser: export DEBIAN_FRONTEND = noninteractive
-browser:
-	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || { \
-		run() { if [ "$$(id -u)" = 0 ]; then "$$@"; else sudo -n "$$@"; fi; }; \
-		get() { run apt-get install -y -qq --no-install-recommends chromium fonts-liberation; }; \
-		echo "installing chromium"; \
-		get > /dev/null 2>&1 || { run apt-get update -qq && get > /dev/null; } || \
-		echo "chromium could not be installed: tests of the page are left out"; }
+# What the tests take from the system: a browser for the page of `rung compare`, a Slurm for `rung submit slurm`. Where
+# it cannot be installed, pytest says what it leaves out.
+system: export DEBIAN_FRONTEND = noninteractive
+system:
+	@run() { if [ "$$(id -u)" = 0 ]; then "$$@"; else sudo -n "$$@"; fi; }; \
+	has() { PATH="$$PATH:/usr/sbin:/sbin" command -v "$$1" > /dev/null; }; \
+	get() { run apt-get install -y -qq --no-install-recommends "$$@"; }; \
+	need() { \
+		echo "installing $$*"; \
+		get "$$@" > /dev/null 2>&1 || { run apt-get update -qq && get "$$@" > /dev/null; } || \
+		echo "$$* could not be installed: tests that need it are left out"; }; \
+	has chromium || has google-chrome || need chromium fonts-liberation; \
+	{ has slurmctld && has slurmd && has munged; } || need slurm-wlm munge
 
 # Ranks of a test are many and small: a thread each.
 test test-all: export OMP_NUM_THREADS = 1
 
-test: lint browser
+test: lint system
 	$(BIN)/pytest -m "not slow and not gpu"
 
-test-all: lint browser
+test-all: lint system
 	$(BIN)/pytest
 
 # The site, in site/: open site/index.html. A link that leads nowhere, or a page that no other names, is an error.
