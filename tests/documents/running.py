@@ -19,6 +19,7 @@ EXCEPTED = {
     r"--nproc(-per-node)? 8\b": "8 processes a machine",
     r"--sizes 1M:1G:2": "messages of a gigabyte among four processes",
     r"^rung doctor --nproc 8 --nnodes 4": "32 processes",
+    r"^rung submit slurm (?!.*--dry-run)": "needs a cluster; tests/multi/test_slurm.py has one of its own",
 }
 # Those that are to end otherwise than with 0, as their page shows, and what they end with.
 EXPECTED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -14,6 +15,8 @@ from rung.errors import ConfigError, RungError
 from rung.submit.job import Asked, Job, describe, describe_each
 from rung.submit.slurm_script import Script, render
 from tests.multi.test_commands import TASK
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -275,3 +278,15 @@ def test_a_flag_of_rung_train_that_is_another_one_here(
     with pytest.raises(SystemExit):
         main()
     assert "Did you mean '--nodes'?\nrung submit slurm --help" in capsys.readouterr().err
+
+
+def test_the_document_shows_the_script_that_its_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    shown = re.search(r"\n    (rung submit slurm [^\n]* --dry-run)\n\n<!-- script.*?```text\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["/home/me/project/.venv/bin/rung", *shlex.split(shown.group(1))[1:]])
+    assert main() == 0
+    assert capsys.readouterr().out.replace(str(ROOT), "/home/me/project") == shown.group(2)
