@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rung.config import resolve, write_toml
 from rung.errors import ConfigError, StrategyError
-from rung.launch.command import Plan, prepare
+from rung.launch.command import Plan, _go_to_meeting, prepare
 from rung.launch.resume import (
     claim,
     find_run,
     is_finished,
     new_length,
     refuse_differences,
+    run_if_there,
     settings_of,
     write_settings,
 )
@@ -192,3 +194,41 @@ def test_equal_settings_are_no_difference(task: Task) -> None:
     run = write_run(task, "runs/a", batch_size=6)
     base = settings_of(run, set())
     refuse_differences(task, resolve(task, base=base), base, run)
+
+
+def test_a_run_that_is_there_is_gone_on_with_and_another_begins(task: Task) -> None:
+    assert run_if_there(task, None, "mine") is None
+    assert run_if_there(task, None, str(write_run(task, "mine"))) == Path("mine")
+    with pytest.raises(ConfigError, match="--out DIR"):
+        run_if_there(task, None, None)
+    with pytest.raises(ConfigError, match="Keep one of them"):
+        run_if_there(task, True, "mine")
+
+
+class _Table:
+    """What machines agree upon, without machines."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+
+    def agree(self, key: str, value: str) -> str:
+        return self._said.setdefault(key, value)
+
+    def agree_on_settings(self, own: str) -> str:
+        return self.agree("settings", own)
+
+
+def test_machines_with_one_directory_agree_whether_the_run_begins(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one finds what the first has just written there, and must not take it for an older run."""
+    flags = {"out": "shared", "nnodes": "2", "nproc": "1", "rdzv": "127.0.0.1:1", "strategy": "ddp"}
+
+    def start(table: _Table) -> bool:
+        monkeypatch.setattr("rung.launch.meeting.open_meeting", lambda *_: table)
+        run = run_if_there(task, None, "shared")
+        plan = prepare("small.py", flags=flags, run=run)
+        return _go_to_meeting(plan, "small.py", run, Console(quiet=True), may_begin=True)[2]
+
+    first, again = _Table(), _Table()
+    assert [start(first), start(first)] == [True, True]
+    Path("shared/metrics.jsonl").write_text('{"event": "start"}\n')
+    assert [start(again), start(again)] == [False, False]
