@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo system test test-all lint docs ladder bench bench-gpu bench-bubble bench-checkpoint bench-compression chaos clean
+.PHONY: demo system test test-all lint docs ladder bench bench-gpu bench-bubble bench-checkpoint bench-compression bench-strategies chaos clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -76,6 +76,10 @@ bench-bubble: .venv/rung
 # Makes network namespaces, so it needs root: half an hour.
 bench-compression: .venv/rung
 	$(BIN)/python -m benchmarks.compression
+
+# The tables of docs/strategies.md, measured again on this machine, which should have nothing else to do: half an hour.
+bench-strategies: .venv/rung
+	$(BIN)/python -m benchmarks.strategies
 
 bench-checkpoint: .venv/rung
 	$(BIN)/python -m benchmarks.saving
