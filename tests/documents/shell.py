@@ -147,10 +147,12 @@ class Shell:
             needed = {"profile": "profile", "export": "checkpoints", "checkpoints": "checkpoints"}
             part = next((part for word, part in needed.items() if f"rung {word}" in text), "metrics.jsonl")
             text = re.sub(r"(?<![\w$/.])RUN\b(?!=)", str(self._newest("*", part)), text)
-        # A run that the page tells of: here it has another time.
-        return re.sub(
-            r"runs/([\w+,:-]+?)-?(\.\.\.|\d{8}-\d{6})", lambda found: str(self._newest(f"{found.group(1)}*", "")), text
-        )
+        # A run that the page tells of: here it has another time, and where its task is not at hand, another name.
+        return re.sub(r"runs/([\w+,:-]+?)-?(\.\.\.|\d{8}-\d{6})", lambda found: self._run_like(found.group(1)), text)
+
+    def _run_like(self, name: str) -> str:
+        has_like = any((self._folder / "runs").glob(f"{name}*"))
+        return str(self._newest(f"{name}*" if has_like else "*", "metrics.jsonl"))
 
     def _newest(self, pattern: str, part: str) -> Path:
         found = [path for path in (self._folder / "runs").glob(pattern) if (path / part).exists()]
