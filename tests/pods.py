@@ -24,7 +24,7 @@ from typing import Any
 import rung
 from tests.faults.hosts import Hosts, possible
 
-_LIMIT = 90.0
+_LIMIT = 240.0
 _PORT_OF_TRAINER = 29400
 # The file system of a container: this machine's, and over it what belongs to the pod alone.
 _ENTER = """
@@ -160,6 +160,7 @@ class Cluster:
         self._file = folder / "hosts"
         self._file.write_text("127.0.0.1 localhost\n")
         self._next_host = 0
+        self.pending: set[str] = set()  # pods for which there is no machine yet
         self.pods: dict[str, Pod] = {}
         self.jobs = [_Job(plan, self) for plan in jobs_of(manifests)]
 
@@ -276,7 +277,8 @@ class _Job:
             if index in self._succeeded:
                 continue
             if index not in self._running:
-                self._running[index] = self._cluster.start(self.plan.pod(index))
+                if self.plan.pod(index).name not in self._cluster.pending:
+                    self._running[index] = self._cluster.start(self.plan.pod(index))
             elif (code := self._running[index].exit_code()) is not None:
                 self._cluster.forget(self._running.pop(index).plan)
                 self._judge(index, code)

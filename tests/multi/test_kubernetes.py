@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,18 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import rung
 from rung.cli import main
+from rung.errors import RESUME_EXIT_CODE
 from rung.metrics import committed
 from tests.faults.hosts import Hosts
 from tests.pods import Cluster, can_run_pods
 
 pytestmark = pytest.mark.skipif(not can_run_pods(), reason="pods need network namespaces, and so root")
 
+NUM_STEPS = 16
 TASK = """
-import time
+import pathlib, time
 
 import torch
 from torch import nn
@@ -29,7 +34,7 @@ from torch.utils.data import TensorDataset
 
 import shapes
 
-defaults = {"batch_size": 12, "steps": 24, "log_every": 1, "precision": "fp64", "eval_every": "never"}
+defaults = {"batch_size": 12, "steps": 16, "log_every": 1, "precision": "fp64", "eval_every": "never"}
 
 
 class Net(nn.Module):
@@ -39,7 +44,9 @@ class Net(nn.Module):
         self.nap = nap
 
     def forward(self, x):
-        time.sleep(self.nap)
+        until = time.monotonic() + self.nap
+        while time.monotonic() < until and not pathlib.Path("/runs/go").exists():
+            time.sleep(0.02)
         return self.layers(x)
 
 
@@ -74,9 +81,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def known(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of one process."""
-    out = tmp_path_factory.mktemp("one") / "run"
-    assert main(["train", str(task), "--strategy", "single", "--out", str(out)]) == 0
-    return dict(load_file(out / "model.safetensors"))
+    file = tmp_path_factory.mktemp("one") / "model.safetensors"
+    with rung.open_session(task, strategy="single") as session:
+        for window in itertools.islice(session.batches(), NUM_STEPS):
+            session.step(window)
+        session.save(file)
+    return dict(load_file(file))
 
 
 def render(task: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -100,13 +110,27 @@ def assert_trained(cluster: Cluster, known: dict[str, torch.Tensor]) -> None:
     for name, value in known.items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9)
     steps = [row["step"] for row in committed(run / "metrics.jsonl") if row["event"] == "step"]
-    assert steps == list(range(1, 25))
+    assert steps == list(range(1, NUM_STEPS + 1))
+
+
+def rows_of(cluster: Cluster) -> list[dict[str, Any]]:
+    path = cluster.claim("runs") / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def step_of(cluster: Cluster) -> int:
-    path = cluster.claim("runs") / "run" / "metrics.jsonl"
-    rows = committed(path) if path.exists() else []
-    return max((row["step"] for row in rows if row["event"] == "step"), default=0)
+    return max((row["step"] for row in rows_of(cluster) if row["event"] == "step"), default=0)
+
+
+def worlds(cluster: Cluster) -> list[int]:
+    """How many ranks took part, from one start to the next."""
+    return [row["ranks"] for row in rows_of(cluster) if row["event"] in ("start", "resume")]
+
+
+def hurry(cluster: Cluster) -> None:
+    """The steps need not wait any longer for what a test does to them."""
+    (cluster.claim("runs") / "go").touch()
 
 
 @pytest.mark.parametrize(
@@ -124,4 +148,102 @@ def test_two_pods_train_what_one_process_does(
     with Cluster(tmp_path, manifests, hosts) as cluster:
         cluster.wait(cluster.step, "the end")
         assert [job.codes for job in cluster.jobs] == [{0: [0], 1: [0]}], cluster.output()
+        assert_trained(cluster, known)
+
+
+def test_a_pod_that_had_to_leave_is_replaced_and_goes_on(
+    tmp_path: Path, task: Path, known: dict[str, torch.Tensor], hosts: Hosts
+) -> None:
+    manifests = render(task, "--strategy", "single", "--set", "model.nap=2", "--checkpoint-every", "100")
+    with Cluster(tmp_path, manifests, hosts) as cluster:
+        cluster.wait(lambda: step_of(cluster) >= 2, "step 2")
+        cluster.pods["small-0"].terminate()
+        hurry(cluster)
+        cluster.wait(cluster.step, "the end")
+        assert cluster.jobs[0].codes == {0: [RESUME_EXIT_CODE, 0]}, cluster.output()
+        assert_trained(cluster, known)
+
+
+@pytest.mark.slow
+def test_a_pod_that_was_killed_is_replaced_and_goes_on(
+    tmp_path: Path, task: Path, known: dict[str, torch.Tensor], hosts: Hosts
+) -> None:
+    """Its successor has the same name, and its first process the same number: it is another one all the same."""
+    manifests = render(task, "--strategy", "single", "--set", "model.nap=2", "--checkpoint-every", "2")
+    with Cluster(tmp_path, manifests, hosts) as cluster:
+        cluster.wait(lambda: step_of(cluster) >= 2, "step 2")
+        cluster.pods["small-0"].kill()
+        hurry(cluster)
+        cluster.wait(cluster.step, "the end")
+        assert cluster.jobs[0].codes[0][1:] == [0], cluster.output()
+        assert_trained(cluster, known)
+
+
+@pytest.mark.slow
+def test_a_pod_waits_for_one_that_has_no_node_yet(
+    tmp_path: Path, task: Path, known: dict[str, torch.Tensor], hosts: Hosts
+) -> None:
+    manifests = render(task, "--nodes", "2", "--strategy", "ddp")
+    with Cluster(tmp_path, manifests, hosts) as cluster:
+        cluster.pending.add("small-0")
+        cluster.wait(lambda: "waiting for its pod" in cluster.output(), "a pod that waits")
+        cluster.pending.clear()
+        cluster.wait(cluster.step, "the end")
+        assert cluster.jobs[0].codes == {0: [0], 1: [0]}, cluster.output()
+        assert_trained(cluster, known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["small-0", "small-1"])
+def test_a_fixed_number_of_pods_survives_the_loss_of_one(
+    tmp_path: Path, task: Path, known: dict[str, torch.Tensor], hosts: Hosts, lost: str
+) -> None:
+    """Also of the one where they meet: the others find its successor by the same name."""
+    manifests = render(task, "--nodes", "2", "--set", "model.nap=2", "--checkpoint-every", "2")
+    with Cluster(tmp_path, manifests, hosts) as cluster:
+        cluster.wait(lambda: step_of(cluster) >= 3, "step 3")
+        cluster.pods[lost].kill()
+        hurry(cluster)
+        cluster.wait(cluster.step, "the end")
+        assert not cluster.jobs[0].has_failed, cluster.output()
+        assert_trained(cluster, known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["job", "jobset"])
+def test_an_elastic_job_goes_on_while_pods_come_and_go(
+    tmp_path: Path, task: Path, known: dict[str, torch.Tensor], hosts: Hosts, form: str
+) -> None:
+    """One pod comes late, one is killed and one has to leave; what is replaced joins again."""
+    name = "small-workers-0" if form == "jobset" else "small"
+    wanted = ("--nodes", "1:3", "--form", form, "--set", "model.nap=2", "--checkpoint-every", "2")
+    with Cluster(tmp_path, render(task, *wanted), hosts) as cluster:
+        rendezvous, workers = cluster.jobs
+        cluster.pending.add(f"{name}-2")
+        cluster.wait(lambda: step_of(cluster) >= 2, "step 2")
+        cluster.pending.clear()
+        cluster.wait(lambda: 3 in worlds(cluster), "three pods")
+        cluster.pods[f"{name}-0"].kill()
+        cluster.wait(lambda: worlds(cluster)[-2:] == [2, 3], "three pods again")
+        cluster.pods[f"{name}-1"].terminate()
+        hurry(cluster)
+        cluster.wait(cluster.step, "the end")
+        assert workers.codes[1][0] == RESUME_EXIT_CODE and workers.failures == {0: 1}, cluster.output()
+        assert_trained(cluster, known)
+        cluster.wait(lambda: rendezvous.is_over, "the end of the meeting place")
+        assert rendezvous.codes == {0: [0]}
+
+
+@pytest.mark.slow
+def test_an_elastic_job_outlives_its_meeting_place(
+    tmp_path: Path, task: Path, known: dict[str, torch.Tensor], hosts: Hosts
+) -> None:
+    wanted = ("--nodes", "1:2", "--set", "model.nap=2", "--checkpoint-every", "2")
+    with Cluster(tmp_path, render(task, *wanted), hosts) as cluster:
+        rendezvous, workers = cluster.jobs
+        cluster.wait(lambda: step_of(cluster) >= 2, "step 2")
+        cluster.pods["small-rendezvous-0"].terminate()
+        hurry(cluster)
+        cluster.wait(cluster.step, "the end")
+        assert rendezvous.codes[0][0] == RESUME_EXIT_CODE and not workers.has_failed, cluster.output()
         assert_trained(cluster, known)

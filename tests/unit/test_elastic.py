@@ -13,7 +13,7 @@ import pytest
 
 from rung.config import RunConfig
 from rung.errors import ConfigError, EnvironmentProblem, StrategyError
-from rung.launch.elastic import Restarts, Terms, announce, retire, scale, terms_of, wanted_processes
+from rung.launch.elastic import Restarts, Terms, announce, retire, running_launcher, scale, terms_of, wanted_processes
 from rung.network import address_towards, answers, interface_of, split_endpoint
 from rung.strategy import fit
 
@@ -131,6 +131,15 @@ def test_what_does_not_run_or_cannot_change_is_not_scaled(tmp_path: Path) -> Non
     (state / "launcher").write_text(json.dumps({"pid": 2**22 + 1, "least": 1, "most": 2}))  # no such process
     with pytest.raises(ConfigError, match="not a run that is running"):
         scale(tmp_path, 2)
+
+
+def test_another_process_of_the_same_number_is_not_the_launcher(tmp_path: Path) -> None:
+    """In a container the launcher is process 1, and so is its successor after the container was killed."""
+    announce(tmp_path, Terms((1, 1)))
+    assert running_launcher(tmp_path) == os.getpid()
+    told = json.loads((tmp_path / "launcher").read_text())
+    (tmp_path / "launcher").write_text(json.dumps({**told, "since": told["since"] - 1}))
+    assert running_launcher(tmp_path) is None
 
 
 def test_on_several_machines_the_launcher_of_this_one_is_asked(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rung.config import RunConfig, count_range
 from rung.errors import ConfigError
-from rung.processes import is_running, machine_name
+from rung.processes import is_running, machine_name, started_at
 
 _RESTARTS = 3  # in a row without progress, for a job that may change its size
 _SCALE = "scale"
@@ -81,7 +81,13 @@ class Restarts:
 def announce(state: Path, terms: Terms) -> None:
     """Tell `rung scale` who runs the job, and within which limits."""
     (state / _SCALE).unlink(missing_ok=True)
-    told = {"pid": os.getpid(), "least": terms.processes[0], "most": terms.processes[1], "machine": machine_name()}
+    told = {
+        "pid": os.getpid(),
+        "since": started_at(os.getpid()),
+        "least": terms.processes[0],
+        "most": terms.processes[1],
+        "machine": machine_name(),
+    }
     (state / _LAUNCHER).write_text(json.dumps(told))
 
 
@@ -98,10 +104,11 @@ def launchers(run: Path) -> dict[Path, dict[str, Any]]:
 def running_launcher(state: Path) -> int | None:
     """The process that runs a job of this machine alone in a directory at this moment."""
     try:
-        pid = int(json.loads((state / _LAUNCHER).read_text())["pid"])
+        told = json.loads((state / _LAUNCHER).read_text())
+        pid = int(told["pid"])
     except (OSError, ValueError, KeyError):
         return None
-    return pid if is_running(pid) else None
+    return pid if is_running(pid) and told.get("since", started_at(pid)) == started_at(pid) else None
 
 
 def retire(state: Path) -> None:

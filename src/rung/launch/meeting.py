@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from rung.config import RunConfig
+from rung.environment import is_in_environment
 from rung.errors import EnvironmentProblem, StrategyError
 from rung.launch.elastic import FINISHED
 from rung.launch.rounds import Fate, Lookout, News, Round
@@ -40,6 +42,7 @@ _STORE_SECONDS = 20
 _PARTING_SECONDS = 3.0
 _NAME_SECONDS = 60.0  # for the name of another machine to become known
 _ABANDONED_SECONDS = 8.0  # without a sign of life of any launcher
+_POD_VARIABLE = "KUBERNETES_SERVICE_HOST"  # which every pod has
 
 
 _SETTINGS = "settings"
@@ -331,16 +334,18 @@ def open_meeting(endpoint: str | None, nodes: tuple[int, int], say: Callable[[st
 
 def _find(host: str, port: int, say: Callable[[str], None]) -> tuple[str, bool]:
     """The address of this machine among the others. In a cluster a machine's name is known once it is there: who comes
-    before it waits."""
+    before it waits, and on Kubernetes as long as the other pod waits for a node."""
     started, told = time.monotonic(), False
     while True:
         try:
+    limit = math.inf if is_in_environment(_POD_VARIABLE) else _NAME_SECONDS
             return address_among_others(host, port)
         except EnvironmentProblem as error:
-            if time.monotonic() > started + _NAME_SECONDS:
+            if time.monotonic() > started + limit:
                 raise
             if not told and time.monotonic() > started + 2:
-                say(f"{str(error).rstrip('.')}; looking for it for {_NAME_SECONDS:.0f} s")
+                how_long = f"looking for it for {limit:.0f} s" if limit < math.inf else "waiting for its pod"
+                say(f"{str(error).rstrip('.')}; {how_long}")
                 told = True
         time.sleep(0.5)
 
