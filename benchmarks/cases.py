@@ -10,6 +10,7 @@ from typing import Any
 from rung.task import Task, load_task
 
 _TASKS = Path(__file__).parent / "tasks"
+_EXAMPLES = Path(__file__).parents[1] / "examples"
 
 _GPT_124M = {
     "model.layers": 12,
@@ -28,7 +29,7 @@ class Case:
     """One training job. Every contender does this one, and nothing else."""
 
     name: str
-    task: str
+    task: str  # a file of benchmarks/tasks, or the folder of an example
     device: str
     batch_size: int  # over all ranks
     steps: int  # in one timed block
@@ -37,7 +38,9 @@ class Case:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "fp32"
     compile: bool = False
-    clip: float = 1.0
+    clip: float | None = 1.0
+    memory_format: str = "contiguous"
+    workers: int = 0  # data-loading processes of each rank
     seed: int = 0
     threads: int | None = None  # of each rank; by default the cores, shared out
     only_on_request: bool = False
@@ -51,8 +54,13 @@ class Case:
         return self.strategy != "single"
 
     def load_task(self) -> Task:
-        """The functions that make model, data, loss and optimizer. Loaded anew at each call, so nothing is shared."""
-        return load_task(_TASKS / f"{self.task}.py").bind(self.arguments)
+        """The functions that make model, data, loss and optimizer. Loaded anew at each call, so nothing is shared.
+
+        Without a schedule: steps are taken for as long as it takes, so it would have no length.
+        """
+        file = _TASKS / f"{self.task}.py"
+        task = load_task(file if file.exists() else _EXAMPLES / self.task)
+        return replace(task.bind(self.arguments), schedule=None)
 
     def settings(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key not in ("threads", "only_on_request")}

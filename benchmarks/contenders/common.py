@@ -49,18 +49,21 @@ class ModelWithLoss(nn.Module):
     form for every contender that leaves the choice to its user.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
         self.model = model
-        self._loss = loss
+        self._loss: Callable[[Tensor, Tensor], Tensor] = task.loss
+        self._forward: Callable[[nn.Module, Any], Tensor] | None = task.forward
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self._forward is not None:
+            return self._loss(self._forward(self.model, (inputs, targets)), targets)
         return self._loss(self.model(inputs), targets)
 
 
 def seeded_module(case: Case, task: Task) -> ModelWithLoss:
     torch.manual_seed(case.seed)
-    return ModelWithLoss(task.model(), task.loss)
+    return ModelWithLoss(task.model(), task)
 
 
 def shuffled_loader(case: Case, task: Task, world: World) -> DataLoader[Any]:
@@ -71,6 +74,9 @@ def shuffled_loader(case: Case, task: Task, world: World) -> DataLoader[Any]:
         shuffle=True,
         drop_last=True,
         pin_memory=world.device.type == "cuda",
+        num_workers=case.workers,
+        persistent_workers=case.workers > 0,
+        multiprocessing_context="fork" if case.workers else None,  # as Rung starts its own
     )
 
 

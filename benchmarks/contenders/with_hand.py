@@ -21,7 +21,10 @@ class HandWritten:
     def __init__(self, case: Case, world: World) -> None:
         task = case.load_task()
         device = world.device
+        self._format = torch.channels_last if case.memory_format == "channels_last" else torch.preserve_format
         module = seeded_module(case, task).to(device)
+        if case.memory_format == "channels_last":
+            module = module.to(memory_format=torch.channels_last)
         self._optimizer = task.optimizer(module)
         if case.compile:
             module.compile()  # before DDP wraps it, as torch's documentation advises
@@ -40,6 +43,9 @@ class HandWritten:
                 sampler=sampler,
                 drop_last=True,
                 pin_memory=device.type == "cuda",
+                num_workers=case.workers,
+                persistent_workers=case.workers > 0,
+                multiprocessing_context="fork" if case.workers else None,  # as Rung starts its own
             )
         else:
             sampler = None
@@ -55,12 +61,13 @@ class HandWritten:
         losses = []
         for step in range(1, num_steps + 1):
             inputs, targets = next(self._batches)
-            inputs = inputs.to(device, non_blocking=True)
+            inputs = inputs.to(device, non_blocking=True, memory_format=self._format)
             targets = targets.to(device, non_blocking=True)
             with torch.autocast(device.type, dtype=half) if half is not None else nullcontext():
                 loss: Tensor = module(inputs, targets)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
+            if self._clip is not None:
+                torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if step % LOG_EVERY == 0:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from benchmarks.cases import Case
 from benchmarks.contenders.common import LOG_EVERY, Contender, Stopwatch
+from rung.batches import Window
+from rung.checkpoint import SaveRecord
 from rung.config import resolve
+from rung.live import Live
 from rung.loop import run
 from rung.metrics import EvalRecord, StepRecord
 from rung.runtime import build_runtime
@@ -26,19 +31,34 @@ class WithRung:
             "precision": case.precision,
             "clip": case.clip,
             "compile": case.compile,
+            "memory_format": case.memory_format,
+            "workers": case.workers,
             "log_every": LOG_EVERY,
         }
         self._config = resolve(self._task, flags=settings).config
         self._runtime = build_runtime(self._task, world, self._config)
         self._num_steps = 0  # taken so far
+        # One loader for all blocks, as the others have: its processes read ahead while another contender has its turn.
+        endless = replace(self._config, steps=None, epochs=None)
+        self._windows = iter(make_batches(self._task, endless, world))
 
     def run(self, num_steps: int, stopwatch: Stopwatch) -> float:
         first, self._num_steps = self._num_steps, self._num_steps + num_steps
         config = replace(self._config, steps=self._num_steps, epochs=None)
-        batches = make_batches(self._task, config, self._world, start_step=first)
         observer = _Marker(stopwatch, first)
-        run(self._runtime, batches, world=self._world, config=config, observers=[observer])
+        part: Any = _Part(self._windows, num_steps, self._num_steps)
+        run(self._runtime, part, world=self._world, config=config, observers=[observer])
         return fmean(observer.losses)
+
+
+class _Part:
+    """The next windows of batches that have no end."""
+
+    def __init__(self, windows: Iterator[Window], num_steps: int, total_steps: int) -> None:
+        self._windows, self._num_steps, self.total_steps = windows, num_steps, total_steps
+
+    def __iter__(self) -> Iterator[Window]:
+        return itertools.islice(self._windows, self._num_steps)
 
 
 class _Marker:
@@ -53,9 +73,13 @@ class _Marker:
         # Told when the last step's figures have arrived: that is its end. On a GPU the next step is under way already.
         self._stopwatch.mark(records[-1].step - self._first_step, wait=False)
 
-    def on_start(self, facts: dict[str, Any]) -> None: ...
+    def on_start(self, facts: dict[str, Any], step: int) -> None: ...
 
     def on_evaluation(self, record: EvalRecord) -> None: ...
+
+    def on_checkpoint(self, record: SaveRecord) -> None: ...
+
+    def on_ranks(self, live: Live) -> None: ...
 
     def on_end(self, facts: dict[str, Any]) -> None: ...
 
