@@ -55,6 +55,8 @@ PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 GraceTime=20 MaxTime=U
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=UNLIMITED
 """
 
+_NODE = "CPUs=4 RealMemory=1000 Gres=gpu:2"  # whatever the machine has
+
 
 def is_available() -> bool:
     return all(shutil.which(program, path=_PATH) for program in _PROGRAMS)
@@ -85,7 +87,7 @@ class Slurm:
         key.chmod(0o600)
         ports = _free_ports(len(self.names) + 1)
         nodes = "\n".join(
-            f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=4 Gres=gpu:2"
+            f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} {_NODE}"
             for name, port in zip(self.names, ports[1:], strict=True)
         )
         # Ports follow from the numbers of jobs: another cluster on this machine has others.

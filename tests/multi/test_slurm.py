@@ -187,7 +187,7 @@ def test_a_job_that_loses_a_node_goes_on_from_its_checkpoint(slurm: Slurm, folde
 
 @pytest.mark.slow
 def test_an_array_trains_each_strategy(slurm: Slurm, folder: Path) -> None:
-    strategies = ["single", "ddp", "fsdp", "pp2"]
+    strategies = ["single", "ddp", "zero2", "fsdp"]
     number = submit(slurm, folder, "array", "--nodes", "2", "--nproc", "1", "--strategies", *strategies)
     for index, strategy in enumerate(strategies):
         slurm.wait_for(f"{number}_{index}", "COMPLETED", seconds=300)
@@ -203,7 +203,7 @@ def test_an_array_trains_each_strategy(slurm: Slurm, folder: Path) -> None:
 @pytest.mark.slow
 def test_slurm_takes_every_option_of_the_script_and_refuses_what_it_does_not_know(slurm: Slurm, folder: Path) -> None:
     (folder / "gpu.py").write_text(TASK.replace(', "device": "cpu"', ""))
-    base = [sys.executable, "-m", "rung", "submit", "slurm", "gpu.py", "--dry-run", "--nodes", "1:2"]
+    base = [sys.executable, "-m", "rung", "submit", "slurm", "gpu.py", "--dry-run", "--nodes", "2"]
     flags = ["--gpus-per-node", "2", "--time", "4:00:00", "--mem", "100M", "--cpus-per-task", "3", "--qos", "normal"]
     flags += ["--account", "me", "--partition", "urgent", "--sbatch", "exclusive", "--sbatch", "mail-type=END"]
     for extra, code in (([], 0), (["--sbatch", "no-such=1"], 1), (["--gpus-per-node", "3"], 1)):

@@ -175,13 +175,6 @@ def test_what_the_user_says_to_sbatch_wins(task: str) -> None:
     assert (found["cpus-per-task"], found["output"]) == ("7", "mine.txt")
 
 
-def test_a_range_of_nodes_goes_on_without_one_that_is_lost(task: str) -> None:
-    text = script(describe(asked(task, "ddp", nodes="2:4")))
-    assert directives(text)["nodes"] == "2-4"
-    assert "no-kill" in directives(text)
-    assert '--nnodes "2:$SLURM_JOB_NUM_NODES"' in text and "--no-kill" in text
-
-
 def run_shell(text: str, tmp_path: Path, task_id: str = "0") -> list[str]:
     """The words that srun gets when bash runs the script, with Slurm's programs pretended."""
     programs = tmp_path / "programs"
@@ -248,6 +241,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(task: str, capsys: pytes
         (["--env", "a-b=1"], "cannot be the name of a variable"),
         (["--env", "a"], "--env takes KEY=VALUE, not 'a'"),
         (["--notice", "20"], "grace_seconds=30"),
+        (["--nodes", "2:4", "--nproc", "1"], "Use --nodes 4"),
     ],
 )
 def test_flags_of_the_scheduler_are_checked(

@@ -18,11 +18,11 @@ _SUBMITTED = {
 }
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
+def add_job(parser: argparse.ArgumentParser, nodes: str = "machines, or MIN:MAX (default 1)") -> None:
     """The task, the machines, and all flags of `rung train`."""
     parser.add_argument("task", help="a task file, or a directory with a task.py")
     job = parser.add_argument_group("job")
-    job.add_argument("--nodes", metavar="N", help="machines, or MIN:MAX (default 1)")
+    job.add_argument("--nodes", metavar="N", help=nodes)
     job.add_argument("--gpus-per-node", dest="gpus", type=int, default=0, metavar="N", help="default: none")
     job.add_argument("--name", metavar="NAME", help="of the job (default: of task and strategy)")
     job.add_argument("--resume", metavar="RUN", help="go on with a run from its newest checkpoint")

@@ -71,19 +71,15 @@ class Job:
         least, most = self.nodes
         return str(most) if least == most else f"{least}:{most}"
 
-    def own_words(self, rdzv: str | None = None, *, nnodes: str | None = None) -> list[str]:
-        """Flags of `rung train` that say how this job is spread and where its run is.
-
-        `rdzv` is where several nodes meet, `nnodes` how the scheduler tells their number if not by itself.
-        """
+    def own_words(self, rdzv: str | None = None) -> list[str]:
+        """Flags of `rung train` that say how this job is spread and where its run is; several nodes meet at `rdzv`."""
         meeting = ["--rdzv", rdzv] if rdzv is not None else []
-        spread_over = ["--strategy", self.strategy, "--nnodes", nnodes or self.nnodes, "--nproc", self.processes]
+        spread_over = ["--strategy", self.strategy, "--nnodes", self.nnodes, "--nproc", self.processes]
         return [*spread_over, *meeting, "--out", self.out]
 
-    def words(self, rdzv: str | None = None, *, nnodes: str | None = None) -> list[str]:
+    def words(self, rdzv: str | None = None) -> list[str]:
         """The command that every node starts, as often as the scheduler likes, without the name of the program."""
-        own = self.own_words(rdzv, nnodes=nnodes)
-        return ["train", self.task, *own, "--resume-if-there", *self.settings]
+        return ["train", self.task, *self.own_words(rdzv), "--resume-if-there", *self.settings]
 
 
 def describe(asked: Asked, *, may_shrink: bool = False, is_installed: bool = False) -> Job:

@@ -51,7 +51,7 @@ def add_slurm(kinds: Any) -> None:
         "run's directory must be on a disk that all nodes share.",
         usage="rung submit slurm [flags] task",  # of so many flags, a list of names only hides the list below
     )
-    add_job(slurm)
+    add_job(slurm, nodes="machines (default 1)")
     group = slurm.add_argument_group("Slurm")
     for key, metavar in _OPTIONS.items():
         group.add_argument(f"--{key}", metavar=metavar, help=_HELPS.get(key, "as of sbatch"))
@@ -80,6 +80,12 @@ def add_slurm(kinds: Any) -> None:
 def _slurm(options: argparse.Namespace) -> int:
     extra = _options_of(options)
     jobs = _jobs_of(options)
+    least, most = jobs[0].nodes
+    if least != most:
+        raise ConfigError(
+            f"--nodes {least}:{most}: Slurm gives a job its nodes for good. Use --nodes {most}; after the loss of one, "
+            "the job queues again and goes on from its newest checkpoint, and --resume takes another number."
+        )
     base = jobs[0].out.rstrip("/") if len(jobs) == 1 else str(Path(jobs[0].out).parent)  # beside the runs
     notice = options.notice if options.notice is not None else max(_NOTICE, jobs[0].grace_seconds + 30)
     if notice <= jobs[0].grace_seconds:

@@ -36,9 +36,7 @@ if [ $code -eq {RESUME_EXIT_CODE} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB
 fi
 exit $code
 """
-# Words that the shell fills in.
-_ENDPOINT = '"$head:$port"'
-_RANGE = "$nodes"
+_ENDPOINT = '"$head:$port"'  # a word that the shell fills in
 
 
 @dataclass(frozen=True)
@@ -73,15 +71,13 @@ def render(jobs: Sequence[Job], script: Script) -> str:
 
 def _directives(jobs: Sequence[Job], script: Script) -> list[str]:
     """What the job asks of Slurm, and how it wants to be treated. What the user names himself wins."""
-    least, most = max(job.nodes for job in jobs)
     cores = max(job.num_processes * (1 + job.workers) for job in jobs)
     asked: dict[str, str | None] = {
         "job-name": script.name,
-        "nodes": f"{least}-{most}" if least < most else str(most),
+        "nodes": str(max(job.nodes[1] for job in jobs)),
         "ntasks-per-node": "1",
         "cpus-per-task": str(cores),
         **({"gpus-per-node": str(jobs[0].gpus)} if jobs[0].gpus else {}),
-        **({"no-kill": None} if _is_elastic(jobs[0]) else {}),
         **({"array": f"0-{len(jobs) - 1}"} if len(jobs) > 1 else {}),
         **script.options,
     }
@@ -110,11 +106,7 @@ def _choice(jobs: Sequence[Job]) -> str:
 
 
 def _own_words(job: Job) -> list[str]:
-    return job.own_words(_ENDPOINT if job.nodes[1] > 1 else None, nnodes=_RANGE if _is_elastic(job) else None)
-
-
-def _is_elastic(job: Job) -> bool:
-    return job.nodes[0] < job.nodes[1]
+    return job.own_words(_ENDPOINT if job.nodes[1] > 1 else None)
 
 
 def _command(jobs: Sequence[Job], program: Sequence[str]) -> str:
@@ -123,15 +115,11 @@ def _command(jobs: Sequence[Job], program: Sequence[str]) -> str:
     steps = ["srun", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', "--kill-on-bad-exit=0"]
     if len({job.nodes for job in jobs}) > 1:
         steps += ['--nodes="$nodes"', '--ntasks="$nodes"']
-    if _is_elastic(job):
-        steps += ["--no-kill"]
     own = _shell(_own_words(job)) if len(jobs) == 1 else '"${own[@]}"'
     what = _shell([*program, "train", job.task])
     lines = [" ".join(steps), what, f"{own} --resume-if-there", _shell(job.settings)]
-    command = " \\\n    ".join(line for line in lines if line)
-    return command if not _is_elastic(job) else command.replace(_RANGE, f'"{job.nodes[0]}:$SLURM_JOB_NUM_NODES"')
+    return " \\\n    ".join(line for line in lines if line)
 
 
 def _shell(words: Sequence[str]) -> str:
-    """Words for the shell, of which some are its own variables."""
-    return " ".join(word if word in (_ENDPOINT, _RANGE) else shlex.quote(word) for word in words)
+    return " ".join(word if word == _ENDPOINT else shlex.quote(word) for word in words)
