@@ -57,7 +57,7 @@ class PodPlan:
     """A pod before it runs."""
 
     name: str
-    subdomain: str | None
+    known_as: str | None  # how others find it
     spec: Mapping[str, Any]
     environment: Mapping[str, str]  # what Kubernetes adds
 
@@ -73,7 +73,9 @@ class JobPlan:
 
     def pod(self, index: int) -> PodPlan:
         told = {"JOB_COMPLETION_INDEX": str(index), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-        return PodPlan(f"{self.name}-{index}", self.subdomain, self.spec["template"]["spec"], told)
+        name = f"{self.name}-{index}"
+        known_as = f"{name}.{self.subdomain}" if self.subdomain is not None else None
+        return PodPlan(name, known_as, self.spec["template"]["spec"], told)
 
 
 def jobs_of(manifests: list[dict[str, Any]]) -> list[JobPlan]:
@@ -182,16 +184,17 @@ class Cluster:
         number, self._next_host = self._next_host, self._next_host + 1
         root = self._folder / "roots" / f"{number}"
         root.mkdir(parents=True)
-        if plan.subdomain is not None:
-            self._names[f"{plan.name}.{plan.subdomain}"] = self._hosts.address(number)
+        if plan.known_as is not None:
+            self._names[plan.known_as] = self._hosts.address(number)
             self._publish()
         pod = Pod(plan, self._hosts.prefix(number), self._folder / "logs", self._script(plan, root))
         self.pods[plan.name] = pod
         return pod
 
     def forget(self, plan: PodPlan) -> None:
-        self._names.pop(f"{plan.name}.{plan.subdomain}", None)
-        self._publish()
+        if plan.known_as is not None:
+            self._names.pop(plan.known_as, None)
+            self._publish()
 
     def step(self) -> bool:
         """What controllers do now and then. Whether the training is over."""
@@ -219,7 +222,9 @@ class Cluster:
         environment = {"PATH": f"{_programs()}:/usr/bin:/bin", "HOME": "/tmp", "OMP_NUM_THREADS": "1"}
         environment |= {"HOSTNAME": plan.name, **plan.environment}
         for variable in container.get("env", []):
-            value = variable["value"].replace("$(JOB_COMPLETION_INDEX)", plan.environment["JOB_COMPLETION_INDEX"])
+            value = variable["value"].replace(
+                "$(JOB_COMPLETION_INDEX)", plan.environment.get("JOB_COMPLETION_INDEX", "")
+            )
             environment[variable["name"]] = value
         rights = ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--no-new-privs"]
         return _ENTER.format(
