@@ -18,7 +18,6 @@ EXCEPTED = {
     r"^pre-commit install": "writes a hook into the reader's repository",
     r"^(?!rung (explain|plan|submit)).*--nproc(-per-node)? 8\b": "8 processes a machine",
     r"--sizes 1M:1G:2": "messages of a gigabyte among four processes",
-    r"^rung doctor --nproc 8 --nnodes 4": "32 processes",
     r"^rung submit k8s (?!.*--dry-run)": "needs a cluster; tests/multi/test_kubernetes.py runs the pods",
     r"^docker ": "needs a Docker engine; tests/multi/test_compose.py runs the services",
     r"^rung submit slurm (?!.*--dry-run)": "needs a cluster; tests/multi/test_slurm.py has one of its own",
