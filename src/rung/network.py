@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import socket
+import stat
 import struct
 import subprocess
 from pathlib import Path
@@ -117,8 +118,16 @@ def answers(host: str, port: int, seconds: float = 1.0) -> bool:
 
 def close_connections() -> None:
     """End every network connection of this process, whoever opened it. The other sides notice, too."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+    sockets = [int(name) for name in os.listdir("/proc/self/fd") if _is_socket(int(name))]
+    for number in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.getpeername()  # a listening one has none, and gloo aborts if it is closed
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:  # the one that listed them
+        return False

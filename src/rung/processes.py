@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -61,8 +63,6 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def num_cores() -> int:
-    """Cores this process may use."""
 def started_at(pid: int) -> int | None:
     """When a process began, in ticks of the machine's clock: tells it from another that has its number, as the first
     one of every container has. None where the system does not say."""
@@ -73,6 +73,8 @@ def started_at(pid: int) -> int | None:
         return None
 
 
+def num_cores() -> int:
+    """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -96,6 +98,21 @@ def parent_has_terminal() -> bool:
         return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Without what this process writes to standard error: torch's C++ tells of a connection that fails with its stack,
+    several times."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def machine_name() -> str:

@@ -13,10 +13,9 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from rung.errors import RungError
 from rung.launch.precision import SLOW, half_precision_ratio
 from rung.machine import core_limit, free_host_bytes
 from rung.network import address_among_others, answers, interface_of, split_endpoint
-from rung.processes import num_cores
+from rung.processes import num_cores, silenced
 from rung.sizes import human_bytes, human_seconds
 from rung.version import VERSION
 
@@ -164,27 +163,13 @@ def meeting_place(rdzv: str) -> Finding:
 def _is_store(host: str, port: int) -> bool:
     """Whether torch's store answers. What listens may also say nothing at all."""
     patience = datetime.timedelta(seconds=_STORE_SECONDS)
-    with contextlib.suppress(RuntimeError), _silent():
+    with contextlib.suppress(RuntimeError), silenced():
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, None, False, timeout=patience, wait_for_workers=False
         )
         store.check(["rung"])
         return True
     return False
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """torch's C++ tells of a connection that fails with its stack, several times."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _cannot_listen(address: str, port: int = 0) -> str | None:

@@ -32,7 +32,8 @@ from rung.environment import is_in_environment
 from rung.errors import EnvironmentProblem, StrategyError
 from rung.launch.elastic import FINISHED
 from rung.launch.rounds import Fate, Lookout, News, Round
-from rung.network import address_among_others, answers, interface_of, split_endpoint
+from rung.network import address_among_others, answers, close_connections, interface_of, split_endpoint
+from rung.processes import silenced
 from rung.strategy import fit
 
 # torch's defaults make every join and every loss of a machine cost half a minute.
@@ -41,8 +42,8 @@ _JOIN_SECONDS = 7 * 24 * 3600  # how long to wait for other machines is for whoe
 _STORE_SECONDS = 20
 _PARTING_SECONDS = 3.0
 _NAME_SECONDS = 60.0  # for the name of another machine to become known
-_ABANDONED_SECONDS = 8.0  # without a sign of life of any launcher
 _POD_VARIABLE = "KUBERNETES_SERVICE_HOST"  # which every pod has
+_ABANDONED_SECONDS = 8.0  # without a sign of life of any launcher
 
 
 _SETTINGS = "settings"
@@ -120,8 +121,8 @@ class Meeting:
         self.stop_watching()
         if self.endpoint is not None and not self.hosts_store:
             host, port = split_endpoint(self.endpoint)
-            if answers(host, port):
-                self._sit_down(_connect(host, port))
+            if answers(host, port) and (store := _connect(host, port)) is not None:
+                self._sit_down(store)
 
     def is_reachable(self) -> bool:
         return self.endpoint is None or self.hosts_store or answers(*split_endpoint(self.endpoint))
@@ -324,21 +325,22 @@ def open_meeting(endpoint: str | None, nodes: tuple[int, int], say: Callable[[st
             store = TCPStore(host, port, None, True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
             return Meeting(store, nodes, address, endpoint, True)
     started, told = time.monotonic(), False
-    while not answers(host, port):
+    while True:
+        if answers(host, port) and (store := _connect(host, port)) is not None:
+            return Meeting(store, nodes, address, endpoint, False)
         if not told and time.monotonic() > started + 3:
             say(f"waiting for somebody at {endpoint}")
             told = True
         time.sleep(0.2)
-    return Meeting(_connect(host, port), nodes, address, endpoint, False)
 
 
 def _find(host: str, port: int, say: Callable[[str], None]) -> tuple[str, bool]:
     """The address of this machine among the others. In a cluster a machine's name is known once it is there: who comes
     before it waits, and on Kubernetes as long as the other pod waits for a node."""
     started, told = time.monotonic(), False
+    limit = math.inf if is_in_environment(_POD_VARIABLE) else _NAME_SECONDS
     while True:
         try:
-    limit = math.inf if is_in_environment(_POD_VARIABLE) else _NAME_SECONDS
             return address_among_others(host, port)
         except EnvironmentProblem as error:
             if time.monotonic() > started + limit:
@@ -351,4 +353,26 @@ def _find(host: str, port: int, say: Callable[[str], None]) -> tuple[str, bool]:
 
 
 def _connect(host: str, port: int) -> Any:
-    return TCPStore(host, port, None, False, timeout=timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)
+    """The store there; None if it went away meanwhile. In a thread: another program that listens there and says nothing
+    would let the call wait for ever."""
+    found: list[Any] = []
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):
+            timeout = timedelta(seconds=_STORE_SECONDS)
+            found.append(TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False))
+
+    thread = threading.Thread(target=call, name="rung-connect", daemon=True)
+    with silenced():
+        thread.start()
+        thread.join(_STORE_SECONDS + 1)
+        deadline = time.monotonic() + _STORE_SECONDS
+        while thread.is_alive() and time.monotonic() < deadline:
+            close_connections()  # which ends its wait for an answer
+            thread.join(0.5)
+    if not found and answers(host, port):
+        raise EnvironmentProblem(
+            f"something else than a meeting place of Rung's listens at port {port} of {host}. Give all machines "
+            f"another port: --rdzv {host}:PORT."
+        )
+    return found[0] if found else None

@@ -172,5 +172,5 @@ def claim(folder: Path, agree: Callable[[str], str], *, is_new: bool) -> None:
         raise ConfigError(
             f"--out {folder} holds a run already. Choose another directory, remove it, or go on with it: --resume."
         )
-    mark.parent.mkdir(exist_ok=True)
+    mark.parent.mkdir(parents=True, exist_ok=True)  # a machine of others than rank 0 may have a disk of its own
     mark.write_text(agreed)
