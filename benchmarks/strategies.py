@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ladder import fill_in
 from benchmarks.report import machine_facts
 from rung.sizes import human_size
 
@@ -166,38 +167,28 @@ def tables(figures: dict[str, Any]) -> dict[str, str]:
 
 
 def _machine(figures: dict[str, Any]) -> str:
-    told = []
+    """Cases measured on one machine are told together."""
+    together: dict[str, list[str]] = {}
     for name, found in figures.items():
         machine = found["machine"]
-        told.append(
-            f"{name}: {found['date']}, {found['repeats']} runs of {found['steps']} steps, load before "
-            f"{machine['load_average_before']}"
-        )
-    machine = next(iter(figures.values()))["machine"]
-    return f"{machine['cores']} cores ({machine['cpu']}), no GPU, torch {machine['torch']}; {'; '.join(told)}."
+        where = f"{machine['cores']} cores ({machine['cpu']}), no GPU, torch {machine['torch']}, {found['date']}"
+        how = f"{name} ({found['repeats']} x {found['steps']} steps, load before {machine['load_average_before']})"
+        together.setdefault(where, []).append(how)
+    return textwrap.fill(". ".join(f"{where}: {', '.join(how)}" for where, how in together.items()) + ".", 118)
 
 
 def _table(mark: str, figures: dict[str, Any]) -> str:
     head = ["task", "strategy", "ranks", "a step", "speed-up", "fullest rank", *_KINDS, "messages", "bytes"]
     lines = [f"| {' | '.join(head)} |", "|---" * 3 + "|--:" * (len(head) - 3) + "|"]
+    seen = set()
     for name, found in figures.items():
-        case = CASES[name]
-        for strategy in case.marks.get(mark, ()):
-            row = _row_of(found["rows"], strategy)
-            if strategy == "single" and case.processes != min(
-                c.processes for c in CASES.values() if c.task == case.task
-            ):
-                continue  # the same on one process, whatever the others have
-            lines.append(f"| {' | '.join([case.task, f'`{strategy}`', *_cells(row)])} |")
-    return "\n\n" + "\n".join(lines) + "\n\n"
-
-
-def _row_of(rows: dict[str, Any], strategy: str) -> dict[str, Any]:
-    """`rung compare` writes a name as it is usual: pp2 for pp2:1f1b."""
-    name, _, settings = strategy.partition(" ")
-    usual = name.removesuffix(":1f1b")
-    found: dict[str, Any] = rows[f"{usual} {settings}" if settings else usual]
-    return found
+        task = CASES[name].task
+        for strategy in CASES[name].marks.get(mark, ()):
+            if strategy == "single" and task in seen:
+                continue  # one process is the same, however many the others have
+            seen.add(task)
+            lines.append(f"| {' | '.join([task, f'`{strategy}`', *_cells(found['rows'][strategy])])} |")
+    return "\n".join(lines)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -211,6 +202,17 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['calls_per_step']:.0f}" if row["calls_per_step"] else "none",
         human_size(row["bytes_per_step"]) if row["bytes_per_step"] else "0",
     ]
+
+
+def fill_in(page: str, told: dict[str, str]) -> str:
+    """The page with what stands between its marks replaced. A mark without a figure, or the reverse, is an error."""
+    marks = set(re.findall(r"<!-- measured: (\w+) -->", page))
+    if marks != set(told):
+        raise RuntimeError(f"marks and figures differ: {sorted(marks ^ set(told))}")
+    for name, text in told.items():
+        start, end = f"<!-- measured: {name} -->", "<!-- end -->"
+        page = re.sub(f"{start}.*?{end}", lambda _, new=f"{start}\n\n{text}\n\n{end}": new, page, flags=re.DOTALL)
+    return page
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def run(command: list[str]) -> str:
         pytest.param("run_fsdp.sh", [], ALL_BATCHES, marks=pytest.mark.slow),
         ("run_pippy.sh", [], FULL_BATCHES),
         pytest.param("run_rpc.sh", [], ALL_BATCHES, marks=pytest.mark.slow),
-        ("train_dp.py on a CPU", [sys.executable], ALL_BATCHES),
+        pytest.param("train_dp.py on a CPU", [sys.executable], ALL_BATCHES, marks=pytest.mark.slow),
     ],
 )
 def test_a_script_and_its_command_end_with_the_same_weights(
