@@ -18,8 +18,8 @@ _PATTERNS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "examp
 # A block of code without a language is made of commands if each line begins with one of these.
 PROGRAMS = (
     "rung", "make", "python", "pip", "mpirun", "torchrun", "srun", "sbatch", "salloc", "scontrol", "squeue", "scancel",
-    "kubectl", "docker", "podman", "source", "bash", "cd", "kill", "sleep", "wait", "tensorboard", "pre-commit", "git",
-    "export", "cat", "ls", "ip", "ssh", "mkdir", "head", "tail",
+    "kubectl", "docker", "podman", "source", "until", "bash", "cd", "kill", "sleep", "wait", "tensorboard",
+    "pre-commit", "git", "export", "cat", "ls", "ip", "ssh", "mkdir", "head", "tail",
 )  # fmt: skip
 _SHELLS = ("bash", "sh", "shell", "console")
 _DATA = ("toml", "yaml", "json", "ini", "dockerfile", "conf", "html", "diff")
@@ -201,7 +201,7 @@ def rung_arguments(words: list[str]) -> list[list[str]]:
 def _parts(words: list[str]) -> Iterator[list[str]]:
     part: list[str] = []
     for word in words:
-        if word in _PIPES or word.startswith(">"):
+        if word in _PIPES or re.match(r"\d?>", word):
             yield part
             part = []
         else:

@@ -93,7 +93,7 @@ class Shell:
         mark = f"end-{uuid.uuid4().hex}"
         assert self._process.stdin is not None
         # In this shell and not in one below it, so that cd, source and job numbers stay.
-        self._process.stdin.write(f"{{ {text.removesuffix(';')}\n}} < /dev/null\necho; echo {mark} $?\n")
+        self._process.stdin.write(f"{{ {text}\n}} < /dev/null\nended=$?; echo; echo {mark} $ended\n")
         self._process.stdin.flush()
         deadline = time.monotonic() + _SECONDS
         while True:
@@ -143,6 +143,7 @@ class Shell:
         text = re.sub(r"\s*\[RUN \.\.\.\]", "", command.text)
         text = re.sub(r"(?<![\w/.-])(TASK|NAME)\b", lambda found: fill_in(found.group(), command.page), text)
         text = re.sub(r"=DIR\b", f"={'cifar' if 'channels=3' in text else 'mnist'}", text)
+        text = re.sub(r"=IMAGES\b", "=pictures", text)
         if re.search(r"(?<![\w$/.])RUN\b", text):
             needed = {"profile": "profile", "export": "checkpoints", "checkpoints": "checkpoints"}
             part = next((part for word, part in needed.items() if f"rung {word}" in text), "metrics.jsonl")
@@ -188,7 +189,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def _write_images(folder: Path) -> None:
-    """Two folders as examples/babycnn wants them: MNIST's files, and those of CIFAR-10, with noise for images."""
+    """Two folders as examples/babycnn wants them: MNIST's files, and those of CIFAR-10, with noise for images. And one
+    as examples/imagenet does: a directory a class."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, below: int = 256) -> bytes:
@@ -205,3 +207,9 @@ def _write_images(folder: Path) -> None:
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         rows = (draw(1, below=10) + draw(3072) for _ in range(32))
         (cifar / f"{name}.bin").write_bytes(b"".join(rows))
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            (folder / "pictures" / part / name).mkdir(parents=True)
+            for number in range(8):  # of a format that can be written by hand
+                picture = b"P6 40 40 255\n" + draw(40, 40, 3)
+                (folder / "pictures" / part / name / f"{number}.ppm").write_bytes(picture)
