@@ -172,9 +172,9 @@ def _tell(jobs: list[Job], number: str, path: Path, output: str) -> None:
     what = f"{first.strategy}, {size}" if len(jobs) == 1 else f"an array of {len(jobs)} strategies"
     rows = {"script": str(path), "output": output, "cancel": f"scancel {number}"}
     if len(jobs) == 1:
-        rows["watch"] = f"rung watch {shlex.quote(first.out)}"
+        rows["watch"] = f"rung watch {shlex.quote(first.out)}  (once it runs)"
     else:
-        rows["report"] = f"rung report {shlex.join(job.out for job in jobs)}"
+        rows["report"] = f"rung report {shlex.join(job.out for job in jobs)}  (when they are done)"
     lines = [f"submitted job {number}: {what}", *(f"  {key:<8}{value}" for key, value in rows.items())]
     lines += [f"  note    {note}" for note in dict.fromkeys(note for job in jobs for note in job.notes)]
     if not first.saves:
