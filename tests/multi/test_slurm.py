@@ -87,7 +87,7 @@ def finish(slurm: Slurm, number: str, folder: Path, out: str, seconds: float = 2
     released = set()
     while (state := slurm.job(number)["JobState"]) != "COMPLETED":
         said = (folder / f"{out}.out").read_text() if (folder / f"{out}.out").exists() else ""
-        assert state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), f"{state}: {said}"
+        assert state in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "CONFIGURING"), f"{state}: {said}"
         assert time.monotonic() < deadline, f"{state}: {said}"
         if state == "PENDING" and (restarts := slurm.job(number)["Restarts"]) not in released:
             released.add(restarts)
@@ -149,9 +149,9 @@ def test_a_job_that_is_told_of_its_time_limit_goes_on_later(slurm: Slurm, folder
 
 @pytest.mark.slow
 def test_a_job_longer_than_its_time_limit_ends_in_several_parts(slurm: Slurm, folder: Path) -> None:
-    flags = ("--strategy", "zero1", "--nodes", "2", "--time", "2", "--notice", "60", "--set", "model.pause=8")
+    flags = ("--strategy", "zero1", "--nodes", "2", "--time", "3", "--notice", "60", "--set", "model.pause=12")
     number = submit(slurm, folder, "long", *flags)
-    finish(slurm, number, folder, "long", seconds=600)
+    finish(slurm, number, folder, "long", seconds=900)
     assert int(slurm.job(number)["Restarts"]) >= 1
     assert "DUE TO TIME LIMIT" not in (folder / "long.out").read_text()
     assert [row["step"] for row in events(folder / "long", "step")] == list(range(1, 13))

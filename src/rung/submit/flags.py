@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rung.errors import ConfigError
@@ -18,8 +19,12 @@ _SUBMITTED = {
 }
 
 
-def add_job(parser: argparse.ArgumentParser, nodes: str = "machines, or MIN:MAX (default 1)") -> None:
-    """The task, the machines, and all flags of `rung train`."""
+def add_job(
+    parser: argparse.ArgumentParser,
+    nodes: str = "machines, or MIN:MAX (default 1)",
+    add_own: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> None:
+    """The task, the machines, what the scheduler adds of its own, and all flags of `rung train`."""
     parser.add_argument("task", help="a task file, or a directory with a task.py")
     job = parser.add_argument_group("job")
     job.add_argument("--nodes", metavar="N", help=nodes)
@@ -30,7 +35,15 @@ def add_job(parser: argparse.ArgumentParser, nodes: str = "machines, or MIN:MAX 
         "--env", action="append", default=[], metavar="KEY=VALUE", help="a variable of the job's environment"
     )
     job.add_argument("--dry-run", action="store_true", help="print what would be submitted, and nothing else")
-    add_settings(parser, _SUBMITTED, nproc="processes on each machine; default: one per GPU, or 1")
+    if add_own is not None:
+        add_own(parser)
+    add_settings(
+        parser,
+        _SUBMITTED,
+        strategy="how to spread the task; default: single, or ddp for several processes",
+        nproc="processes on each machine; default: one per GPU, or 1",
+        backend="auto, gloo or nccl; gloo lets processes share a GPU",
+    )
 
 
 def asked_of(options: argparse.Namespace) -> Asked:

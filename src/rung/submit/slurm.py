@@ -51,7 +51,11 @@ def add_slurm(kinds: Any) -> None:
         "run's directory must be on a disk that all nodes share.",
         usage="rung submit slurm [flags] task",  # of so many flags, a list of names only hides the list below
     )
-    add_job(slurm, nodes="machines (default 1)")
+    add_job(slurm, nodes="machines (default 1)", add_own=_add_own)
+    slurm.set_defaults(call=_slurm)
+
+
+def _add_own(slurm: argparse.ArgumentParser) -> None:
     group = slurm.add_argument_group("Slurm")
     for key, metavar in _OPTIONS.items():
         group.add_argument(f"--{key}", metavar=metavar, help=_HELPS.get(key, "as of sbatch"))
@@ -65,16 +69,15 @@ def add_slurm(kinds: Any) -> None:
         "--notice",
         type=int,
         metavar="SECONDS",
-        help=f"before the time limit, to save and queue again (default {_NOTICE}, or more if grace_seconds is)",
+        help=f"to save and queue again before the time limit (default {_NOTICE}, or grace_seconds + 30)",
     )
     group.add_argument(
         "--strategies",
         nargs="+",
         action="extend",
         metavar="NAME",
-        help="an array of jobs, one for each strategy, whose runs `rung report` puts beside each other",
+        help="an array of jobs, one for each strategy, for `rung report`",
     )
-    slurm.set_defaults(call=_slurm)
 
 
 def _slurm(options: argparse.Namespace) -> int:

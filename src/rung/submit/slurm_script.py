@@ -27,11 +27,12 @@ _TRAP = """
 # A signal to the job is for the training, which saves its state; this script waits for its end.
 trap : TERM USR1
 """
-# Of a job that was cancelled or that Slurm itself requeues, the state is not RUNNING any more.
+# A job that was cancelled, or that Slurm itself requeues, is COMPLETING. One that goes on is RUNNING or, for a moment
+# after the notice, SIGNALING.
 _ENDING = f"""
 code=$?
 # {RESUME_EXIT_CODE}: asked to leave, the state is saved. Unless the job was cancelled, it goes on later.
-if [ $code -eq {RESUME_EXIT_CODE} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+if [ $code -eq {RESUME_EXIT_CODE} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != COMPLETING ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code
