@@ -24,7 +24,7 @@ from tests.pods import Cluster, can_run_pods
 
 pytestmark = pytest.mark.skipif(not can_run_pods(), reason="pods need network namespaces, and so root")
 
-NUM_STEPS = 16
+NUM_STEPS = 60
 TASK = """
 import pathlib, time
 
@@ -34,7 +34,7 @@ from torch.utils.data import TensorDataset
 
 import shapes
 
-defaults = {"batch_size": 12, "steps": 16, "log_every": 1, "precision": "fp64", "eval_every": "never"}
+defaults = {"batch_size": 12, "steps": 60, "log_every": 1, "precision": "fp64", "eval_every": "never"}
 
 
 class Net(nn.Module):
@@ -151,6 +151,7 @@ def test_two_pods_train_what_one_process_does(
         assert_trained(cluster, known)
 
 
+@pytest.mark.slow
 def test_a_pod_that_had_to_leave_is_replaced_and_goes_on(
     tmp_path: Path, task: Path, known: dict[str, torch.Tensor], hosts: Hosts
 ) -> None:

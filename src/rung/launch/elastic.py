@@ -154,6 +154,7 @@ def keep_store(port: int, when_ready: Callable[[], None], *, once: bool = False)
 
     With `once`, until a job that met here has finished, too. Returns whether one has.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would tell of every client whose address has no name
     from datetime import timedelta
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

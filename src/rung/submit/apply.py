@@ -45,23 +45,23 @@ def _connect(namespace: str | None) -> tuple[Any, str]:
         ) from None
     config: Any = kubernetes.config
     try:
-        config.load_config()
-        if namespace is None:
-            namespace = _own_namespace(config)
+        config.load_kube_config()
+        return kubernetes.client, namespace or _own_namespace(config)
     except config.ConfigException as error:
+        problem = error
+    try:
+        config.load_incluster_config()  # a pod may submit, too; it has no contexts
+    except config.ConfigException:
         raise EnvironmentProblem(
-            f"there is no cluster to submit to: {error} Name one in ~/.kube/config or KUBECONFIG, or print the "
+            f"there is no cluster to submit to: {problem} Name one in ~/.kube/config or KUBECONFIG, or print the "
             "manifests with --dry-run."
         ) from None
-    return kubernetes.client, namespace
+    return kubernetes.client, namespace or "default"
 
 
 def _own_namespace(config: Any) -> str:
     """That of the current context."""
-    try:
-        _, current = config.list_kube_config_contexts()
-    except config.ConfigException:  # inside a pod, which has no contexts
-        return "default"
+    _, current = config.list_kube_config_contexts()
     return str(current["context"].get("namespace", "default"))
 
 
