@@ -27,7 +27,7 @@ from benchmarks.report import machine_facts
 from rung.sizes import human_size
 
 _PAGE = Path("docs/strategies.md")
-_KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
+_KINDS = ("parameters", "gradients", "optimizer", "activations")  # and other, which is what is left of the whole
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ def _machine(figures: dict[str, Any]) -> str:
 
 
 def _table(mark: str, figures: dict[str, Any]) -> str:
-    head = ["task", "strategy", "ranks", "a step", "speed-up", "fullest rank", *_KINDS, "messages", "bytes"]
-    lines = [f"| {' | '.join(head)} |", "|---" * 3 + "|--:" * (len(head) - 3) + "|"]
+    head = ["task, ranks", "strategy", "a step", "speed-up", "sent", "memory", f"of it {', '.join(_KINDS)}"]
+    lines = [f"| {' | '.join(head)} |", "|---" * 2 + "|--:" * (len(head) - 2) + "|"]
     seen = set()
     for name, found in figures.items():
         task = CASES[name].task
@@ -187,21 +187,23 @@ def _table(mark: str, figures: dict[str, Any]) -> str:
             if strategy == "single" and task in seen:
                 continue  # one process is the same, however many the others have
             seen.add(task)
-            lines.append(f"| {' | '.join([task, f'`{strategy}`', *_cells(found['rows'][strategy])])} |")
+            row = found["rows"][strategy]
+            cells = [f"{task}, {row['ranks']}", f"`{strategy}`", *_cells(row)]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    kinds = row["kinds"] or {}
-    return [
-        str(row["ranks"]),
-        f"{row['step_seconds'] * 1000:.0f} ms",
+    sent = f"{human_size(row['bytes_per_step'])} in {row['calls_per_step']:.0f}"
+    kinds = [f"{row['kinds'][kind] / 1e6:.3g}" for kind in _KINDS] if row["kinds"] else []
+    cells = [
+        f"{row['step_seconds'] * 1000:.3g} ms",
         f"{row['speedup']:.2f}",
+        sent if row["calls_per_step"] else "nothing",
         human_size(row["peak_bytes"]),
-        *(human_size(kinds[kind]) if kind in kinds else "-" for kind in _KINDS),
-        f"{row['calls_per_step']:.0f}" if row["calls_per_step"] else "none",
-        human_size(row["bytes_per_step"]) if row["bytes_per_step"] else "0",
+        f"{' + '.join(kinds)} MB" if kinds else "not traced",
     ]
+    return [cell.replace(" ", "&nbsp;") for cell in cells]  # a figure and its unit stay on one line
 
 
 def fill_in(page: str, told: dict[str, str]) -> str:
