@@ -70,8 +70,9 @@ class Launched:
         num_ranks: int,
         prefix: list[str] | None = None,
         resumes: bool = True,
+        task: Path = TASK,
     ) -> None:
-        self.run_dir, self.num_ranks = folder / "run", num_ranks
+        self.run_dir, self.num_ranks, self._task = folder / "run", num_ranks, task
         self._arguments, self._prefix, self._resumes = arguments, prefix or [], resumes
         self._orders = folder / "orders"
         self._orders.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ class Launched:
         self._start([])
 
     def _start(self, more: list[str]) -> None:
-        command = [*self._prefix, sys.executable, "-m", "rung.cli", "train", str(TASK), *self._arguments]
+        command = [*self._prefix, sys.executable, "-m", "rung.cli", "train", str(self._task), *self._arguments]
         where = ["--resume", str(self.run_dir)] if more else ["--out", str(self.run_dir)]
         environment = {**os.environ, "FAULTS": str(self._orders), "FAULT_MARK": self._mark, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -98,6 +99,11 @@ class Launched:
 
     def order(self, rank: int, kind: str) -> None:
         (self._orders / f"rank-{rank}").write_text(kind)
+
+    def hold(self, is_held: bool) -> None:
+        """Keep the ranks in their step, or let them go."""
+        path = self._orders / "hold"
+        path.touch() if is_held else path.unlink(missing_ok=True)
 
     def pid(self, rank: int) -> int | None:
         with contextlib.suppress(OSError, ValueError):

@@ -90,6 +90,7 @@ def test_with_copies_in_memory_a_kill_costs_one_step_at_most(tmp_path: Path, ref
         shutil.rmtree(memory_folder(job.run_dir), ignore_errors=True)
 
 
+@pytest.mark.slow  # the usual suite has one like it, in tests/multi/test_hosts.py
 @pytest.mark.skipif(not possible(), reason="network namespaces need root")
 def test_a_machine_is_cut_off_and_comes_back(tmp_path: Path, references: Path) -> None:
     """Two machines that share no disk. The cable between them is pulled, and plugged in again."""

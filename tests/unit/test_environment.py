@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from rung.cli import main
 from rung.config import Resolved, RunConfig, resolve
 from rung.environment import environment_local_size, environment_rank, environment_size, outside_place, slurm_step
 from rung.errors import ConfigError, EnvironmentProblem
+from rung.launch import meeting
 from rung.launch.outside import fit_to_place, spread
 from rung.launch.where import find_machines, place_of_command, take_told
 from rung.task import load_task
@@ -316,3 +320,47 @@ def test_without_a_default_route_any_address_of_the_machine_serves(monkeypatch: 
     monkeypatch.setattr(network, "address_towards", towards)
     monkeypatch.setattr(network, "_own_addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.7"})
     assert network.address_among_others("self", 29400) == ("10.0.0.7", True)
+
+
+# -- the place to meet -----------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_becomes_known_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([EnvironmentProblem("the name 'head' of --rdzv does not resolve."), ("10.0.0.2", False)])
+
+    def among_others(host: str, port: int) -> tuple[str, bool]:
+        answer = next(answers)
+        if isinstance(answer, EnvironmentProblem):
+            raise answer
+        return answer
+
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr(meeting, "address_among_others", among_others)
+    assert meeting._find("head", 29400, lambda text: None) == ("10.0.0.2", False)
+    answers = iter([EnvironmentProblem("the name 'head' of --rdzv does not resolve.")])
+    monkeypatch.setattr(meeting, "_NAME_SECONDS", -1.0)
+    with pytest.raises(EnvironmentProblem, match="'head' of --rdzv does not resolve"):
+        meeting._find("head", 29400, lambda text: None)
+
+
+def test_a_port_of_another_program_is_no_meeting_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes connections and says nothing."""
+    monkeypatch.setattr(meeting, "_STORE_SECONDS", 1)
+    taken: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def take() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(server.accept()[0])
+
+        def hang_up() -> None:
+            for connection in taken:
+                connection.close()
+
+        threading.Thread(target=take, daemon=True).start()
+        monkeypatch.setattr(meeting, "close_connections", hang_up)  # not those of the tests
+        with pytest.raises(EnvironmentProblem, match=f"something else than a meeting place .* at port {port}"):
+            meeting._connect("127.0.0.1", port)
+        server.shutdown(socket.SHUT_RDWR)

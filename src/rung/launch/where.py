@@ -40,8 +40,8 @@ def _several_tasks(step: Step, given: Mapping[str, Any]) -> str:
     machines = f"{step.num_nodes} machines" if step.num_nodes > 1 else "one machine"
     return (
         f"{asked} is for one launcher on each machine, and srun has started {step.place.size} tasks on {machines}. "
-        "Start one on each, `srun --ntasks-per-node=1 rung train --nproc N ...`, or leave the flags out: each task is a "
-        "rank then."
+        "Start one on each, `srun --ntasks-per-node=1 rung train --nproc N ...`, or leave the flags out: each task "
+        "is a rank then."
     )
 
 
