@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from functools import cache
 
 from rung.template import TEMPLATE
@@ -20,6 +22,8 @@ EXCEPTED = {
     r"--config examples/imagenet/resnet50.toml": "90 epochs of ImageNet on GPUs",
     r"--sizes 1M:1G:2": "messages of a gigabyte among four processes",
     r"^rung submit k8s (?!.*--dry-run)": "needs a cluster; tests/multi/test_kubernetes.py runs the pods",
+    r"^srun ": "needs Slurm; tests/multi/test_slurm.py has one of its own",
+    r"^mpirun .*--host ": "mpirun starts processes on other machines by ssh",
     r"^docker ": "needs a Docker engine; tests/multi/test_compose.py runs the services",
     r"^rung submit slurm (?!.*--dry-run)": "needs a cluster; tests/multi/test_slurm.py has one of its own",
 }
@@ -105,4 +109,12 @@ def reason_not_to_run(command: Command) -> str | None:
     reason = next((why for pattern, why in EXCEPTED.items() if re.search(pattern, command.text)), None)
     if reason is None and "mlflow" in command.text and importlib.util.find_spec("mlflow") is None:
         reason = "mlflow is not installed"
+    if reason is None and re.search(r"examples/(vision|imagenet)", command.text) and not _has_torchvision():
+        reason = "torchvision cannot be imported beside this torch"
     return reason
+
+
+@cache
+def _has_torchvision() -> bool:
+    """Asked of another process, because a failed import leaves its traces in this one."""
+    return subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True).returncode == 0

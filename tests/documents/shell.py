@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import os
 import re
 import shutil
@@ -142,6 +143,7 @@ class Shell:
     def _fill_in(self, command: Command) -> str:
         text = re.sub(r"\s*\[RUN \.\.\.\]", "", command.text)
         text = re.sub(r"(?<![\w/.-])(TASK|NAME)\b", lambda found: fill_in(found.group(), command.page), text)
+        text = re.sub(r"=IMAGES\b", "=images", text)
         text = re.sub(r"=DIR\b", f"={'cifar' if 'channels=3' in text else 'mnist'}", text)
         text = re.sub(r"=IMAGES\b", "=pictures", text)
         if re.search(r"(?<![\w$/.])RUN\b", text):
@@ -213,3 +215,7 @@ def _write_images(folder: Path) -> None:
             for number in range(8):  # of a format that can be written by hand
                 picture = b"P6 40 40 255\n" + draw(40, 40, 3)
                 (folder / "pictures" / part / name / f"{number}.ppm").write_bytes(picture)
+    for part, number in itertools.product(("train", "val"), range(10)):
+        file = folder / "images" / part / f"class{number}" / "0.ppm"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"P6 32 32 255\n" + draw(32, 32, 3))
