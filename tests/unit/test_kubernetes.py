@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from rung.cli import main
 from rung.errors import RESUME_EXIT_CODE
 from rung.submit.yaml import write_documents
 
-SCHEMAS = Path(__file__).parent.parent / "schemas"
+ROOT = Path(__file__).parent.parent.parent
+SCHEMAS = ROOT / "tests" / "schemas"
 # The oldest Kubernetes whose Jobs have all that is used, and the newest that is known.
 VERSIONS = ("1.33", kubernetes_validate.latest_version())
 
@@ -350,3 +352,13 @@ def test_yaml_means_what_was_written() -> None:
     for _ in range(500):
         documents = [{"kind": value(3), "b": value(2)} for _ in range(2)]
         assert list(yaml.safe_load_all(write_documents(documents))) == documents
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "containers.md").read_text()
+    before, _, after = text.partition("<!-- manifest:")
+    words = re.findall(r"^    rung (submit k8s .*)$", before, re.MULTILINE)[-1].split()
+    shown = yaml.safe_load(after.split("```yaml\n")[1].split("```")[0])
+    words[2] = str(ROOT / words[2])
+    assert main(words) == 0
+    assert list(yaml.safe_load_all(capsys.readouterr().out))[-1] == shown
