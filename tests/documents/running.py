@@ -10,6 +10,7 @@ from functools import cache
 
 from rung.template import TEMPLATE
 from tests.documents.pages import Command, blocks, commands, page_names
+from tests.faults import hosts
 
 # Commands that are not run, and why. `test_blocks.py` holds that each row is still needed; all of them are parsed.
 EXCEPTED = {
@@ -106,12 +107,18 @@ def fill_in(word: str, page: str) -> str:
 
 @cache
 def reason_not_to_run(command: Command) -> str | None:
-    reason = next((why for pattern, why in EXCEPTED.items() if re.search(pattern, command.text)), None)
-    if reason is None and "mlflow" in command.text and importlib.util.find_spec("mlflow") is None:
-        reason = "mlflow is not installed"
-    if reason is None and re.search(r"examples/(vision|imagenet)", command.text) and not _has_torchvision():
-        reason = "torchvision cannot be imported beside this torch"
-    return reason
+    return next((why for pattern, why in EXCEPTED.items() if re.search(pattern, command.text)), None)
+
+
+def lack_of_this_machine(command: Command) -> str | None:
+    """What a command needs that others have and this machine has not."""
+    if "mlflow" in command.text and importlib.util.find_spec("mlflow") is None:
+        return "mlflow is not installed"
+    if re.search(r"examples/(vision|imagenet)", command.text) and not _has_torchvision():
+        return "torchvision cannot be imported beside this torch"
+    if "--nnodes" in command.text and not hosts.possible():
+        return "network namespaces need root"
+    return None
 
 
 @cache

@@ -7,9 +7,8 @@ import time
 import pytest
 
 from tests.documents.pages import commands, page_names
-from tests.documents.running import EXPECTED, reason_not_to_run
+from tests.documents.running import EXPECTED, lack_of_this_machine, reason_not_to_run
 from tests.documents.shell import HANGS, Shell, copy_project
-from tests.faults import hosts
 
 pytestmark = pytest.mark.slow
 PAGES = [page for page in page_names() if any(reason_not_to_run(c) is None for c in commands(page))]
@@ -21,9 +20,7 @@ def test_every_command_of_a_page_works(page, tmp_path):
     failures = []
     with Shell(tmp_path) as shell:
         for command in commands(page):
-            reason = reason_not_to_run(command)
-            if reason is None and "--nnodes" in command.text and not hosts.possible():
-                reason = "network namespaces need root"
+            reason = reason_not_to_run(command) or lack_of_this_machine(command)
             if reason is not None:
                 print(f"{command.place}: not run ({reason}): {command.text}")
                 continue
