@@ -206,6 +206,17 @@ def test_an_array_trains_each_strategy(slurm: Slurm, folder: Path) -> None:
     assert all(strategy in (folder / "array.md").read_text() for strategy in strategies)
 
 
+@pytest.mark.slow
+def test_tasks_of_srun_are_ranks(slurm: Slurm, folder: Path) -> None:
+    rung = [sys.executable, "-m", "rung", "train", "net.py", "--strategy", "fsdp", "--out", "ranks"]
+    command = ["srun", "--nodes=2", "--ntasks-per-node=2", *rung]
+    done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (start,) = events(folder / "ranks", "start")
+    assert start["ranks"] == 4
+    assert_like_one_process(folder, "ranks")
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
