@@ -125,7 +125,7 @@ class Pod:
         self._log = folder / f"{plan.name}.log"
         with self._log.open("ab") as log:
             # The first process inside is the container's own: it gets the signals, and all others end with it.
-            command = [*prefix, "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "sh", "-c", script]
+            command = [*prefix, "unshare", "--mount", "--uts", "--pid", "--fork", "sh", "-c", script]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def output(self) -> str:
@@ -141,9 +141,12 @@ class Pod:
                 os.kill(pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        self._process.wait()
+        """The first process of the container, and with it all others."""
+        while self._process.poll() is None:
+            for pid in self._children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def _children(self) -> list[int]:
         pid = self._process.pid
