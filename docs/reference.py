@@ -39,13 +39,13 @@ def settings() -> str:
 
 def settings_table(has_flag: bool) -> str:
     """Of those that have a flag, or of the others. The latter is also the README's."""
-    rows = ["| setting | takes | default | what it does |", "|---|---|---|---|"]
+    rows = ["| setting | what it does | takes | default |", "|---|---|---|---|"]
     for name, field in SETTINGS.items():
         meta = field.metadata
         if meta["flag"] == has_flag:
             shown = f"--{name.replace('_', '-')}" if has_flag else name
             takes = ", ".join(f"`{choice}`" for choice in meta["choices"]) or _KINDS[meta["kind"]]
-            rows.append(f"| `{shown}` | {takes} | {_default(field.default)} | {_cell(meta['help'])} |")
+            rows.append(f"| `{shown}` | {_cell(meta['help'])} | {takes} | {_default(field.default)} |")
     return "\n".join(rows)
 
 
