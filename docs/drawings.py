@@ -24,7 +24,7 @@ _KINDS = (("parameters", BLUE, "#b3d9f0"), ("gradients", ORANGE, "#f7e0ad"), ("o
 _DARK = {
     INK: "#e6edf3", GREY: "#a3b0bd", LINE: "#465260", PANEL: "#18202a", BLUE: "#3f9fd8", ORANGE: "#e0a526",
     GREEN: "#2cb38c", PURPLE: "#d490b6", "#b3d9f0": "#1d4966", "#f7e0ad": "#5a481d", "#b0e0d1": "#1c4c40",
-    "#e9edf0": "#242d38", "#56b4e9": "#1f6fa3", "#f7d37f": "#b07f14", "#f0e442": "#d6cc3c",
+    "#e9edf0": "#242d38", "#56b4e9": "#8ccbf2", "#f7d37f": "#f3d48a", "#f0e442": "#d6cc3c",
 }  # fmt: skip
 _STYLE = (
     "<style>@media (prefers-color-scheme: dark) {\n"

@@ -52,7 +52,7 @@ def compare(weights: Path, folder: Path) -> None:
     [
         ("run_ddp.sh", [], ALL_BATCHES),
         pytest.param("run_fsdp.sh", [], ALL_BATCHES, marks=pytest.mark.slow),
-        ("run_pippy.sh", [], FULL_BATCHES),
+        pytest.param("run_pippy.sh", [], FULL_BATCHES, marks=pytest.mark.slow),
         pytest.param("run_rpc.sh", [], ALL_BATCHES, marks=pytest.mark.slow),
         pytest.param("train_dp.py on a CPU", [sys.executable], ALL_BATCHES, marks=pytest.mark.slow),
     ],
