@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo system test test-all lint docs ladder bench bench-gpu bench-bubble bench-checkpoint bench-compression bench-strategies chaos clean
+.PHONY: demo system test test-all lint docs ladder bench bench-gpu bench-images bench-bubble bench-checkpoint bench-compression bench-strategies chaos clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -69,6 +69,10 @@ bench: .venv/bench
 
 bench-gpu: .venv/bench
 	$(BIN)/python -m benchmarks.speed --device cuda
+
+# torchvision's models, which the tests need, too.
+bench-images: .venv/dev
+	$(BIN)/python -m benchmarks.imagenet --device cuda
 
 bench-bubble: .venv/rung
 	$(BIN)/python -m benchmarks.bubble
