@@ -149,7 +149,7 @@ def test_ranks_that_others_started_on_two_hosts_match_one_process(hosts: Hosts, 
     words = ["-m", "rung.cli", "train", "task.py", "--strategy", "fsdp", "--out", "run"]
     variables: list[dict[str, str]] = [{}, {}]
     if launcher == "torchrun":
-        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.address(0)}:29503"]
+        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29503"]
         run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet]
         own = [["--local-addr", hosts.address(number)] for number in range(2)]
         commands = [[sys.executable, *run, *address, *words] for address in own]
