@@ -17,6 +17,8 @@ _KINDS = {bool: "`true`, `false`", int: "whole number", float: "number", str: "t
 
 def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", _fill_in)
+    # These follow the code, whose changes Sphinx does not see.
+    app.connect("env-get-outdated", lambda *_: ["docs/api", "docs/commands", "docs/settings"])
     return {"parallel_read_safe": True}
 
 
