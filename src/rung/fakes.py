@@ -33,7 +33,7 @@ def open_fake_group(rank: int, size: int) -> None:
 @contextlib.contextmanager
 def fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
     """Tensors with shape, type and storage identity, but no data. Re-entrant."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if is_faking():
         yield
         return
     with mode:
@@ -57,6 +57,32 @@ def imagined(mode: FakeTensorMode) -> Iterator[None]:
 
 def is_imagining() -> bool:
     return getattr(_imagining, "now", False)
+
+
+def is_faking() -> bool:
+    """Whether tensors that are made now hold no data."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def adds_gradients(args: tuple[Any, ...]) -> bool:
+    """Whether this is autograd's own sum of two gradients of one tensor, the first of which nobody else holds.
+
+    It then adds in place, unless a mode watches it. To be asked inside such a mode.
+    """
+    if torch.is_grad_enabled() or len(args) != 2 or torch._C._current_autograd_node() is None:
+        return False
+    first, second = args
+    if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    storage = first.untyped_storage()
+    return (
+        bool(first.is_contiguous())
+        and first._use_count() == _HELD_BY_CALL
+        and torch._C._storage_Use_Count(storage._cdata) == 2  # by the tensor, and by `storage` here
+    )
+
+
+_HELD_BY_CALL = 4  # references to an argument of an operation that autograd calls, while a mode looks at it
 
 
 def new_fake_mode() -> FakeTensorMode:

@@ -60,19 +60,59 @@ def like_cuda() -> Iterator[None]:
         library._destroy()
 
 
-def workspace_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    """Bytes that an operation takes while it runs, beside its results, where that is known.
+def workspaces_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """Bytes that an operation takes one after the other while it runs, beside its results, where that is known.
 
-    cuDNN computes convolutions with channels last. Of other tensors it makes copies in that order: of the input, the
-    output and, unless its kernel is 1 x 1, the weight. (Seen on an H200 with torch 2.11; for 1 x 1 kernels on large
-    images it has another way, which takes little.)
+    Seen on an H200 with torch 2.11.
     """
-    if name not in ("aten::convolution", "aten::convolution_backward"):
-        return 0
-    if name == "aten::convolution":
-        (image, weight), result = inputs[:2], outputs[0]
-    else:
-        result, image, weight = inputs[:3]
+    way = _WORKSPACES.get(name)
+    return [size for size in way(inputs, outputs) if size] if way is not None else []
+
+
+def _of_convolution(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    return [_copies(inputs[0], inputs[1], outputs[0])]
+
+
+def _of_convolution_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """For the input's gradient, and for the weight's, which is added up in fp32."""
+    result, image, weight = inputs[:3]
+    copies = _copies(image, weight, result)
+    return [copies, copies + 4 * weight.numel()] if copies else []
+
+
+def _of_embedding_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """A row for each index that may be met, and for each piece of a long run of the same one."""
+    count, (rows, width) = inputs[1].numel(), outputs[0].shape
+    return [(count // _RUN + min(count, rows)) * width * 4] if count > _FEW_INDICES else []
+
+
+def _of_flash_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """The query's gradient in fp32, and a number for each of its rows."""
+    query = inputs[1]
+    return [query.numel() * 4 + query.numel() // query.shape[-1] * 4 + 256]
+
+
+def _of_efficient_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """The gradient times the result, then the query's gradient again."""
+    query = inputs[1]
+    size = query.numel() * query.element_size()
+    return [size, query.numel() * 4 + query.shape[0] * query.shape[1] * query.shape[-1] * 4]
+
+
+_WORKSPACES: dict[str, Callable[[list[Tensor], list[Tensor]], list[int]]] = {
+    "aten::convolution": _of_convolution,
+    "aten::convolution_backward": _of_convolution_backward,
+    "aten::embedding_dense_backward": _of_embedding_backward,
+    "aten::_scaled_dot_product_flash_attention_backward": _of_flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _of_efficient_backward,
+}
+_FEW_INDICES, _RUN = 3072, 10  # of the kernel for gradients of embeddings
+
+
+def _copies(image: Tensor, weight: Tensor, result: Tensor) -> int:
+    """cuDNN computes convolutions with channels last. Of other tensors it makes copies in that order: of the input, the
+    output and, unless its kernel is 1 x 1, the weight. For 1 x 1 kernels on large images it has another way, which
+    takes little."""
     if image.dim() != 4 or image.is_contiguous(memory_format=torch.channels_last):
         return 0
     is_pointwise = weight.shape[2] == weight.shape[3] == 1

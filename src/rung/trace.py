@@ -127,12 +127,11 @@ class Tracer(Recorder):
     `gradients` tells the gradients that there are now; asked when an update begins.
     """
 
-    def __init__(
-        self, world: World, status: StatusWriter, gradients: Callable[[], Iterable[Tensor]] | None = None
-    ) -> None:
+    gradients: Callable[[], Iterable[Tensor]] | None = None
+
+    def __init__(self, world: World, status: StatusWriter) -> None:
         super().__init__(world, status)
         self.trace = Trace()
-        self._gradients = gradients
         self._by_storage: dict[int, Allocation] = {}
         self._phase = ""
         self._resize: Any = None
@@ -189,7 +188,7 @@ class Tracer(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it does with its parts comes by here
-        if self._is_paused or func.namespace in _IGNORED:
+        if self._is_paused or func.namespace in _IGNORED or self._is_elsewhere():
             return func(*args, **(kwargs or {}))
         inputs = tensors_of((args, kwargs))
         if fakes.is_imagining() or any(_key(tensor) in self._imaginary for tensor in inputs):
@@ -197,13 +196,16 @@ class Tracer(Recorder):
             self.imagine(tensors_of(output))
             return output
         self.see_phase()
+        if func is torch.ops.aten.add.Tensor and fakes.adds_gradients(args):
+            func = torch.ops.aten.add_.Tensor  # as autograd does where nobody looks on
         output = super().__torch_dispatch__(func, types, args, kwargs)
         outputs = tensors_of(output)
         reads = [self._number(tensor) for tensor in inputs]
         known = len(self.trace.allocations)
         writes = [self._number(tensor) for tensor in outputs]
         if self._world.device_type == "cuda" and not self._world.has_storage:
-            self._note_workspace(like_cuda.workspace_of(func._schema.name, inputs, outputs))
+            for num_bytes in like_cuda.workspaces_of(func._schema.name, inputs, outputs):
+                self._note_workspace(num_bytes)
         if func.namespace in ("c10d", "_c10d_functional"):
             return output
         if self._computes(func, reads, writes, known):
@@ -223,6 +225,10 @@ class Tracer(Recorder):
             if operation in ("send", "receive"):
                 peer = dist.get_global_rank(group_of(args), next(arg for arg in args if type(arg) is int))
             self.trace.events.append(Sent(self.messages[-1], peer, touched))
+
+    def _is_elsewhere(self) -> bool:
+        """Whether a pretended rank computes with real numbers for once, which are not its device's."""
+        return self._world.fake_mode is not None and not fakes.is_faking()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -253,8 +259,8 @@ class Tracer(Recorder):
         if phase != self._phase:
             self._phase = phase
             self.mark(phase)
-            if phase == "update" and self._gradients is not None:
-                self.know(self._gradients(), "gradients")
+            if phase == "update" and self.gradients is not None:
+                self.know(self.gradients(), "gradients")
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -314,10 +320,9 @@ class Tracer(Recorder):
 
     def _note_workspace(self, num_bytes: int) -> None:
         """What an operation takes for itself while it runs."""
-        if num_bytes:
-            allocation = self._take(-len(self.trace.allocations) - 1, num_bytes, "temporary")
-            del self._by_storage[-allocation.number - 1]
-            self._return(allocation)
+        allocation = self._take(-len(self.trace.allocations) - 1, num_bytes, "temporary")
+        del self._by_storage[-allocation.number - 1]
+        self._return(allocation)
 
     # -- operations ----------------------------------------------------------------------------------------------
 

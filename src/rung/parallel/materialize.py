@@ -40,10 +40,11 @@ class Weights:
     ) -> None:
         self._world = world
         self._channels_last = channels_last
-        self._seeded = seeded  # else storage is left as it comes: a checkpoint will fill it
+        # Else storage is left as it comes: a checkpoint will fill it, or nobody will, where tensors hold no data.
+        self._seeded = seeded = seeded and world.has_storage
         self._dtype = dtype
         with world.tensors():
-            self.model = self._build(task, seed, "meta") if world.has_storage else None
+            self.model = self._build(task, seed, "meta")
             self.is_skeleton = self.model is not None and _all_meta(self.model)
             source = None
             if not self.is_skeleton or (world.has_source and seeded):
@@ -51,8 +52,7 @@ class Weights:
                 if source is None:
                     raise AssertionError("a build on the host raises its own error")
             if not self.is_skeleton:
-                # Some constructors compute with real numbers (and fake tensors need no storage to begin with). Then
-                # every rank builds the whole model for itself.
+                # Some constructors compute with real numbers. Then every rank builds the whole model for itself.
                 self.model = source
         assert self.model is not None
         self._names = _names_of(self.model)
@@ -99,7 +99,7 @@ class Weights:
                         value = tensor.detach().to(wanted)
                         if isinstance(tensor, nn.Parameter):
                             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                        value.__dict__.update(tensor.__dict__)
+                        _carry_marks(tensor, value)
                         done[id(tensor)] = tensor, value
                     put_tensor(owner, key, done[id(tensor)][1])
 
@@ -139,7 +139,7 @@ class Weights:
         value = self._laid_out(value, tensor)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        value.__dict__.update(tensor.__dict__)  # marks that the task may have left on its parameters
+        _carry_marks(tensor, value)
         return value
 
     def _laid_out(self, value: Tensor, skeleton: Tensor) -> Tensor:
@@ -155,11 +155,11 @@ class Weights:
         """What stands in for a tensor that another rank keeps."""
         if _on_meta(tensor):
             self._value(tensor, name)  # the broadcast needs every rank
-        with fakes.fake_tensors(self.mode):
+        with fakes.imagined(self.mode):
             absent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
                 absent = nn.Parameter(absent, requires_grad=False)
-        absent.__dict__.update(tensor.__dict__)
+        _carry_marks(tensor, absent)
         absent.is_absent, absent.is_trained_elsewhere = True, tensor.requires_grad  # type: ignore[attr-defined]
         return absent
 
@@ -175,6 +175,11 @@ class Weights:
             value = value.contiguous()
             broadcast_from(0, value)
         return value
+
+
+def _carry_marks(old: Tensor, new: Tensor) -> None:
+    """What the task may have left on its parameters. A fake tensor has marks of its own there, such as its device."""
+    new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
 
 
 def put_tensor(owner: nn.Module, key: str, tensor: Tensor) -> None:

@@ -64,9 +64,11 @@ def dry_run(
         if repeats is not None:
             repeats.setting = (layout.tp, device, config.activation_checkpointing, config.sequence_parallel)
             world.wrap_block = repeats.wrap
+        tracer = Tracer(world, status)
         try:
-            runtime = build_runtime(task, world, config, total_steps=2, status=status)
-            return take_two_steps(runtime, world, status, batches, repeats)
+            with world.tensors(), tracer:  # what building leaves behind decides where later memory comes from
+                runtime = build_runtime(task, world, config, total_steps=2, status=status)
+            return take_two_steps(runtime, world, status, batches, repeats, tracer)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             line = user_line(traceback.extract_tb(error.__traceback__))
             raise ModelError(
@@ -76,13 +78,19 @@ def dry_run(
 
 
 def take_two_steps(
-    runtime: MeshRuntime, world: World, status: StatusWriter, batches: Batches, repeats: Repeats | None = None
+    runtime: MeshRuntime,
+    world: World,
+    status: StatusWriter,
+    batches: Batches,
+    repeats: Repeats | None = None,
+    tracer: Tracer | None = None,
 ) -> DryRun:
     """The first also sets things up: optimizer state, buckets, buffers of a pipeline."""
     window: Window = next(iter(runtime.place(batches)))
     # One micro-batch is enough for that, but a pipeline greets its neighbours anew for each number of them.
     first = window if world.layout.pp > 1 else replace(window, micro_batches=window.micro_batches[:1])
-    tracer = Tracer(world, status, lambda: gradients_of(runtime))
+    tracer = tracer or Tracer(world, status)
+    tracer.gradients = lambda: gradients_of(runtime)
     with world.tensors(), repeats.told_to(tracer) if repeats is not None else nullcontext():
         tracer.imagine(t for t in (*runtime.model.parameters(), *runtime.model.buffers()) if is_absent(t))
         tracer.know(parameters_of(runtime), "parameters")

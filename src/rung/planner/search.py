@@ -106,9 +106,9 @@ def _look_at(layout: Layout, estimator: Estimator, state: dict[str, int], best: 
     samples = f"{closest.micro_batch} sample{'' if closest.micro_batch == 1 else 's'}"
     recomputed = " and activations recomputed" if closest.checkpointing == "full" else ""
     needs = f"needs {gib(closest.memory.process)} on a device, with {samples} at a time{recomputed}"
-    least = estimator.least_seconds(layout)
-    if _too_slow(least, best):
-        return Rejected(layout, f"{needs}; and {_why_slow(layout, least, best)}")
+    seconds = estimator.least_seconds(layout)
+    if _too_slow(seconds, best):
+        return Rejected(layout, f"{needs}; and {_why_slow(layout, seconds, best)}")
     return Rejected(layout, needs, needs=closest.memory.process)
 
 
