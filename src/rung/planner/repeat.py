@@ -177,7 +177,12 @@ class _Call:
                 numbers[-1 - place] = tracer.number_of(gradient)
         owners: list[Any] = [None] * (len(part.results) - len(self._trainable))
         owners += [p.device_mesh if isinstance(p, DTensor) else None for p in self._trainable]
-        return _play(tracer, part, numbers, owners)
+        results = _play(tracer, part, numbers, owners)
+        # What was added to a gradient that came, in its place, is that gradient.
+        return [
+            gradients[-1 - shape.number] if shape is not None and shape.number < 0 else result
+            for result, shape in zip(results, part.results, strict=True)
+        ]
 
 
 def _experiment(
@@ -206,15 +211,14 @@ def _experiment(
         found, form = tree_flatten(output)
         outputs = [leaf for leaf in found if isinstance(leaf, Tensor)]
         forward = _as_part(trace.events[start:], numbers, len(given), [_shape(tensor, tracer) for tensor in outputs])
+        arrivals = [(place, tensor) for place, tensor in enumerate(outputs) if tensor.requires_grad]
         with tracer.paused():
-            seeds = [torch.empty_like(tensor) for tensor in outputs]
-        for place, seed in enumerate(seeds):
-            numbers[-1 - place] = tracer.number_of(seed)
-        pairs = [(get_gradient_edge(t), seed) for t, seed in zip(outputs, seeds, strict=True) if t.requires_grad]
-        edges, arriving = [edge for edge, _ in pairs], [seed for _, seed in pairs]
+            ends = [_Arrival.apply(tracer, numbers, -1 - place, t) for place, t in arrivals]  # type: ignore[no-untyped-call]
+            arriving = [torch.empty_like(end) for end in ends]
+        edges = [get_gradient_edge(end) for end in ends]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
         # In training they would not be held either.
-        del output, found, outputs, args, kwargs, seeds, pairs, inputs, asked, tensor
+        del output, found, outputs, args, kwargs, arrivals, ends, inputs, asked, tensor
         start = len(trace.events)
         _drop_casts()
         own = {number: place for place, number in numbers.items()}
@@ -232,6 +236,22 @@ def _experiment(
         _end_at_last_use(backward)
         del results, gradients, computed, edges, arriving, wanted, entries
     return _Template(forward, backward, form, others, lingers, keeps)
+
+
+class _Arrival(torch.autograd.Function):
+    """Where a block's backward begins: with a gradient that nobody holds but autograd, as it is in training."""
+
+    @staticmethod
+    def forward(ctx: Any, tracer: Tracer, numbers: _Numbers, place: int, output: Tensor) -> Tensor:
+        ctx.tracer, ctx.numbers, ctx.place = tracer, numbers, place
+        return torch.empty_like(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with ctx.tracer.paused():
+            fresh = torch.empty_like(gradient)
+        ctx.numbers[ctx.place] = ctx.tracer.number_of(fresh)
+        return None, None, None, fresh
 
 
 class _Block(torch.autograd.Function):
@@ -274,7 +294,7 @@ def _play(tracer: Tracer, part: _Part, numbers: _Numbers, meshes: list[Any]) -> 
     results: list[Tensor | None] = []
     with tracer.paused():
         for index, shape in enumerate(part.results):
-            if shape is None:
+            if shape is None or shape.number < 0:
                 results.append(None)
                 continue
             tensor, local = shape.make(meshes[index] if meshes else None)
