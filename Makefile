@@ -50,10 +50,10 @@ system:
 test test-all: export OMP_NUM_THREADS = 1
 
 test: lint system
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-all: lint system
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # The site, in site/: open site/index.html. A link that leads nowhere, or a page that no other names, is an error.
 docs: .venv/docs

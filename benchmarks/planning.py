@@ -41,7 +41,7 @@ def main() -> None:
         "layouts": len(list(layouts_for(cluster, count_blocks(task)))),
         "looked_at": len({row.layout.name for row in plan.rows}),
         "seconds": time.perf_counter() - started,
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024,
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "recommendation": plan.words,
         "rejected": {one.layout.name: one.reason for one in plan.rejected},
         "rows": {f"{row.layout.name} {row.checkpointing}": row.time.seconds for row in plan.rows},

@@ -43,27 +43,33 @@ def search(
     estimator: Estimator,
     layouts: Iterable[Layout],
     state: dict[str, int],
-    note: Callable[[Found], float] | None = None,
+    note: Callable[[Found | None], float] | None = None,
     *,
     prunes: bool = True,
 ) -> Iterator[Found]:
-    """Look at layouts in their order. `note` is told of each and answers with the seconds of the best so far."""
+    """Look at layouts in their order. `note` is told of each, and tells the seconds of the best that anybody found."""
     rows: list[Estimate] = []
-    best = float("inf")
+
+    def best() -> float:
+        own = min((row.time.seconds for row in rows), default=float("inf"))
+        return min(own, note(None)) if note is not None else own
+
     for layout in layouts:
-        why_not = cannot_win(layout, rows, best, estimator.least_seconds(layout)) if prunes else None
+        why_not = cannot_win(layout, rows, best(), estimator.least_seconds(layout)) if prunes else None
         if why_not is not None:
             found = Found(layout, rejected=Rejected(layout, why_not))
         else:
-            result = _look_at(layout, estimator, state, best if prunes else float("inf"))
+            result = _look_at(layout, estimator, state, best if prunes else lambda: float("inf"))
             found = Found(layout, tuple(result)) if isinstance(result, list) else Found(layout, rejected=result)
         rows += found.rows
-        best = min([best, *(row.time.seconds for row in found.rows)])
-        best = best if note is None else note(found)
+        if note is not None:
+            note(found)
         yield found
 
 
-def _look_at(layout: Layout, estimator: Estimator, state: dict[str, int], best: float) -> list[Estimate] | Rejected:
+def _look_at(
+    layout: Layout, estimator: Estimator, state: dict[str, int], best: Callable[[], float]
+) -> list[Estimate] | Rejected:
     config, cluster = estimator.config, estimator.cluster
     if layout.num_data_ranks > config.batch_size:
         return Rejected(
@@ -94,11 +100,11 @@ def _look_at(layout: Layout, estimator: Estimator, state: dict[str, int], best: 
                 break
             closest = estimate if closest is None or estimate.memory.process < closest.memory.process else closest
             sizes = _smaller(sizes, estimate, cluster)
-            if _too_slow(estimator.least_seconds(layout), best):
+            if _too_slow(estimator.least_seconds(layout), best()):
                 break
         if found and found[-1].micro_batch == largest:
             break  # recomputing would only cost time
-        if _too_slow(estimator.least_seconds(layout), best):
+        if _too_slow(estimator.least_seconds(layout), best()):
             break
     if found:
         return found
@@ -107,8 +113,8 @@ def _look_at(layout: Layout, estimator: Estimator, state: dict[str, int], best: 
     recomputed = " and activations recomputed" if closest.checkpointing == "full" else ""
     needs = f"needs {gib(closest.memory.process)} on a device, with {samples} at a time{recomputed}"
     seconds = estimator.least_seconds(layout)
-    if _too_slow(seconds, best):
-        return Rejected(layout, f"{needs}; and {_why_slow(layout, seconds, best)}")
+    if _too_slow(seconds, best()):
+        return Rejected(layout, f"{needs}; and {_why_slow(layout, seconds, best())}")
     return Rejected(layout, needs, needs=closest.memory.process)
 
 

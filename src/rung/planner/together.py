@@ -93,9 +93,9 @@ def _look(
     task = load_task(source.path).bind(source.arguments)
     estimator = Estimator(task, config, cluster, count_blocks(task))
 
-    def note(one: Found) -> float:
+    def note(one: Found | None) -> float:
         with _best.get_lock():
-            _best.value = min([_best.value, *(row.time.seconds for row in one.rows)])
+            _best.value = min([_best.value, *(row.time.seconds for row in (one.rows if one is not None else ()))])
             return float(_best.value)
 
     return list(search(estimator, layouts, state, note))
