@@ -38,9 +38,9 @@ for place in /*; do
     case $place in /proc|/tmp|/root|/home) ;; *) mount --rbind $place {root}$place;; esac
   fi
 done
-{programs}
 mount -t proc proc {root}/proc
 mount -t tmpfs -o mode=1777 none {root}/tmp
+{programs}
 mount --bind {hosts} {root}/etc/hosts
 {mounts}
 hostname {name}
@@ -316,10 +316,10 @@ class _Job:
 
 
 def _programs_at_home(root: Path) -> list[str]:
-    """Home directories are closed to others and no part of a container, but for programs that lie there."""
+    """Home directories and /tmp are no part of a container, but for programs that lie there."""
     lines = []
     for path in dict.fromkeys([sys.prefix, sys.base_prefix, str(Path(rung.__file__).parents[2])]):
-        if Path(path).is_relative_to("/root") or Path(path).is_relative_to("/home"):
+        if any(Path(path).is_relative_to(place) for place in ("/root", "/home", "/tmp")):
             place = shlex.quote(f"{root}{path}")
             lines.append(f"mkdir -p {place} && mount --rbind {shlex.quote(path)} {place}")
     return lines

@@ -111,11 +111,12 @@ NAMES = ["single", "ddp", "zero3", "tp4", "pp4"]
 def test_one_machine_with_quick_links_and_the_model_does_not_fit_a_device(advisor: Advisor) -> None:
     """Table: PP, ZeRO or TP, on a par with NVLink. Here ZeRO, since nothing of the model has to be known for it."""
     plan = advisor.plan(gpt(4), "4xsmall, nvlink4", 0.55, NAMES, batch_size=8, micro_batch=2)
-    assert set(seconds(plan)) == {"zero3", "tp4", "pp4"}
+    assert set(seconds(plan)) == {"zero3", "tp4"}
     assert chosen(plan) == "zero3"
     assert max(seconds(plan).values()) < 3 * min(seconds(plan).values())
-    assert set(reasons(plan)) == {"single", "ddp"}
-    assert all(STATE_ALONE in reason for reason in reasons(plan).values())
+    assert set(reasons(plan)) == {"single", "ddp", "pp4"}
+    assert "the filling of its stages alone" in reasons(plan)["pp4"]  # of four micro-batches, three must pass first
+    assert all(STATE_ALONE in reasons(plan)[name] for name in ("single", "ddp"))
 
 
 def test_one_machine_with_slow_links_and_the_model_does_not_fit_a_device(advisor: Advisor) -> None:

@@ -152,7 +152,7 @@ def _check_predictions(rows: dict[str, dict[str, Any]]) -> None:
         row = rows[name]
         assert row["predicted"]["bytes_per_step"] == row["bytes_per_step"]
         peak = max(rank["peak_bytes"] for rank in row["memory"])
-        assert row["predicted"]["peak_bytes"] == (pytest.approx(peak, rel=0.03) if name == "pp2" else peak)
+        assert row["predicted"]["peak_bytes"] == (pytest.approx(peak, rel=0.05) if name == "pp2" else peak)
         assert row["predicted"]["step_seconds"] is None and "rung calibrate" in row["not_predicted"]
     assert rows["dp"]["predicted"] is None and "no pretend world" in rows["dp"]["not_predicted"]
 
