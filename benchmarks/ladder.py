@@ -179,8 +179,8 @@ def sentences(figures: dict[str, Any]) -> dict[str, str]:
     )
     if machine["load_average_before"] > machine["cores"] / 4:
         found["machine"] += (
-            f" The machine was busy with other things (load {machine['load_average_before']}): memory and bytes hold, "
-            "speeds do not."
+            f" The machine had been busy when this began (load {machine['load_average_before']}): memory and bytes "
+            "hold, speeds may be too low."
         )
     found["table"] = _table(rows)
     return found
