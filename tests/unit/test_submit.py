@@ -256,6 +256,32 @@ def test_the_notice_is_longer_than_saving_may_take(task: str, capsys: pytest.Cap
     assert directives(capsys.readouterr().out)["signal"] == "USR1@330"
 
 
+@pytest.mark.parametrize(
+    ("time", "message"),
+    [
+        ("1", "--time 1 is 60 s"),
+        ("1:30", "--time 1:30 is 90 s"),
+        ("1h", "--time '1h' is no time of Slurm's"),
+        ("90", ""),
+        ("0-1", ""),
+        ("2-12:00:00", ""),
+        ("UNLIMITED", ""),
+    ],
+)
+def test_a_time_limit_leaves_time_to_train(
+    task: str, time: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(task, "--time", time, "--dry-run") == (2 if message else 0)
+    assert message in capsys.readouterr().err
+
+
+def test_processes_are_advised_for_each_machine(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(task, "--nodes", "2", "--nproc", "3", "--strategy", "pp3", "--dry-run") == 2
+    assert "3 do not divide among 2 machines" in capsys.readouterr().err
+    assert submit(task, "--nodes", "2", "--nproc", "3", "--strategy", "pp4", "--dry-run") == 2
+    assert "Use --nproc 2 on each of 2 machines" in capsys.readouterr().err
+
+
 def test_a_machine_without_slurm_is_told_so(
     task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -137,12 +138,27 @@ def spread(config: RunConfig) -> tuple[str, Layout, Terms]:
     terms = terms_of(config, per_host)
     strategy = config.strategy or default_name(per_host * nodes)
     if not terms.is_elastic:
-        return strategy, parse(strategy, per_host * nodes, per_host, config.schedule, config.servers), terms
+        try:
+            return strategy, parse(strategy, per_host * nodes, per_host, config.schedule, config.servers), terms
+        except StrategyError as error:
+            raise StrategyError(_for_machines(str(error), nodes)) from None
     if nodes == 1:
         fit(
             strategy, terms.processes[0], terms.processes[0], config.schedule, config.servers
         )  # refuses what could not go on
     return strategy, fit(strategy, per_host * nodes, per_host, config.schedule, config.servers)[0], terms
+
+
+def _for_machines(text: str, nodes: int) -> str:
+    """An error that advises a number of processes, where that number is one for each of several machines."""
+    advised = re.search(r"Use --nproc (\d+)", text)
+    if nodes == 1 or advised is None:
+        return text
+    each, rest = divmod(int(advised.group(1)), nodes)
+    told = f"Use --nproc {each} on each of {nodes} machines"
+    if rest or not each:
+        told = f"{advised.group(1)} do not divide among {nodes} machines; use another number of machines"
+    return text.replace(advised.group(0), told)
 
 
 def _fits(config: RunConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import shutil
 import subprocess
@@ -96,6 +97,12 @@ def _slurm(options: argparse.Namespace) -> int:
             f"--notice {notice} is no longer than grace_seconds={jobs[0].grace_seconds}, which saving may take. Use "
             f"--notice {jobs[0].grace_seconds + 30}."
         )
+    limit = _seconds(options.time) if options.time is not None else None
+    if limit is not None and limit <= notice:
+        raise ConfigError(
+            f"--time {options.time} is {limit} s, and the job is told to save {notice} s before its end: it would not "
+            f"get to train. Use a longer --time, or a shorter --notice (more than {jobs[0].grace_seconds})."
+        )
     script = Script(
         name=jobs[0].name,
         program=_program(),
@@ -114,6 +121,28 @@ def _slurm(options: argparse.Namespace) -> int:
     number = _submit(text, path)
     _tell(jobs, number, path, script.output)
     return 0
+
+
+def _seconds(text: str) -> int | None:
+    """A time limit as Slurm writes it; None without one."""
+    if text.lower() in ("0", "unlimited", "infinite"):
+        return None
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
+        raise ConfigError(
+            f"--time {text!r} is no time of Slurm's. It takes minutes, minutes:seconds, hours:minutes:seconds, or days "
+            "in front: 90, 1:30:00, 2-12:00:00."
+        )
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:  # hours come first
+        numbers += [0] * (3 - len(numbers))
+    elif len(numbers) == 1:
+        numbers = [0, *numbers, 0]
+    elif len(numbers) == 2:
+        numbers = [0, *numbers]
+    hours, minutes, seconds = numbers
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _options_of(options: argparse.Namespace) -> dict[str, str | None]:
