@@ -82,7 +82,6 @@ REPETITIONS = [
     r"test_collectives.*collective_and_type_is_right\[3\]",
     r"test_memory.*hsdp_shards_inside",
     r"test_decisions.*(machines_with_quick_links|one_device_and_the_model_fits_it)",
-    r"test_memory_format.*every_strategy_computes",
 ]
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from rung import fakes
@@ -291,6 +292,9 @@ def open_world(
     world.close()
 
 
+_num_joined = 0  # groups that this process has been in
+
+
 def _join_group(backend: str, rank: int, size: int, timeout: datetime.timedelta) -> None:
     if backend == mpi.BACKEND:
         mpi.register()
@@ -300,6 +304,12 @@ def _join_group(backend: str, rank: int, size: int, timeout: datetime.timedelta)
         store = open_store(place, over_mpi=backend == mpi.BACKEND)
     elif not has_store():  # one process that nobody launched
         store = dist.HashStore()  # type: ignore[attr-defined]
+    global _num_joined
+    if _num_joined:  # in this process; what the ranks told each other then is still in the store
+        if store is None:
+            store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
+        store = dist.PrefixStore(f"world-{_num_joined}", store)  # type: ignore[attr-defined]
+    _num_joined += 1
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
