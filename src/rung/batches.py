@@ -15,7 +15,7 @@ import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from rung.errors import DataError
 from rung.generators import Marks, restore_generators, save_generators, seed_generators
+from rung.nested import map_tensors
 from rung.order import Order, mix
 from rung.processes import die_with_parent, leave_requests_to_parent, name_process
 
@@ -34,6 +35,10 @@ class MicroBatch:
     data: Any
     num_samples: int  # of this rank; 0 means that `data` is a stand-in
     num_global_samples: int
+
+    def pin_memory(self) -> MicroBatch:
+        """Called by torch's loader, which looks for tensors in lists and dicts but not in a dataclass."""
+        return replace(self, data=map_tensors(self.data, torch.Tensor.pin_memory))
 
 
 @dataclass(frozen=True)

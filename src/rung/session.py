@@ -11,7 +11,7 @@ rank's own rows of it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +26,8 @@ from rung.checkpoint import Position, Saver, Sites, choose, restore, save_weight
 from rung.config import micro_batch_size, resolve
 from rung.environment import environment_local_size, environment_size
 from rung.errors import DataError, StrategyError
+from rung.nested import map_tensors, tensors_in
 from rung.runtime import build_runtime
-from rung.runtime.forward import map_tensors
 from rung.strategy import default_name, parse
 from rung.task import Task, load_task
 from rung.train import dropout_seed, make_batches, make_eval_batches
@@ -187,13 +187,7 @@ def open_session(
 
 
 def _num_rows(batch: Any) -> int:
-    sizes = {int(tensor.shape[0]) for tensor in _tensors(batch) if tensor.dim() > 0}
+    sizes = {int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim() > 0}
     if len(sizes) != 1:
         raise DataError(f"the tensors of a batch must have one length in their first dimension; found {sorted(sizes)}.")
     return sizes.pop()
-
-
-def _tensors(data: Any) -> Iterator[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(data, found.append)
-    return iter(found)

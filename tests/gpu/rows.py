@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from rung.checkpoint import Position, Sites
 from rung.config import RunConfig
 from rung.keeper import Keeper
+from rung.nested import tensors_in
 from rung.runtime import build_runtime
 from rung.strategy import parse
 from rung.task import load_task
@@ -295,6 +296,17 @@ def out_of_memory(strategy: str, num_ranks: int, fraction: float) -> str:
     return f"{gap:.1e}; {told[1][-1]}"
 
 
+def batches_are_pinned(workers: int) -> str:
+    """Copies from pinned memory alone run beside the computation; from any other they hold the host up, silently."""
+    task = TASKS["images"]()
+    config = RunConfig(batch_size=16, steps=3, device="cuda", workers=workers)
+    with open_world(parse("single", 1), device="cuda") as world:
+        windows = list(make_batches(task, config, world))
+    assert len(windows) == 3
+    assert all(t.is_pinned() for w in windows for micro in w.micro_batches for t in tensors_in(micro.data))
+    return f"{len(windows)} batches"
+
+
 def rows() -> list[tuple[str, Callable[[], str]]]:
     found: list[tuple[str, Callable[[], str]]] = []
 
@@ -315,6 +327,8 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
     add("ddp gpt compiled", matches_cpu, "ddp", "gpt", 1, compile=True)
     add("zero3 gpt compiled", matches_cpu, "zero3", "gpt", 1, compile=True)
     add("single images workers pinned", matches_cpu, "single", "images", 1, workers=2)
+    for workers in (0, 2):
+        add(f"batches of {workers} workers are pinned", batches_are_pinned, workers)
     for strategy in ("single", "ddp", "zero1", "zero3"):
         add(f"{strategy} bf16", half_is_near, strategy, "bf16")
         add(f"{strategy} fp16", half_is_near, strategy, "fp16")

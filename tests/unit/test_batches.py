@@ -3,14 +3,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from rung.batches import Batches, Cut
+from rung.batches import Batches, Cut, MicroBatch
 from rung.errors import DataError
 
 
@@ -212,3 +214,25 @@ def test_the_number_of_steps_is_known_beforehand() -> None:
     assert Batches(Numbers(103), Cut(25, 4, 0), num_epochs=2).total_steps == 10
     assert Batches(Numbers(103), Cut(25, 4, 0), num_epochs=2, num_steps=7).total_steps == 7
     assert Batches(Stream(3), Cut(25, 4, 0), num_epochs=2).total_steps is None
+
+
+@dataclass
+class Pair:
+    image: Any
+    label: Any
+
+
+def test_the_loader_pins_tensors_in_any_nesting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without, a copy to a GPU waits for the host, and says nothing of it."""
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor + 100
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    batch = {"pair": Pair(torch.tensor(1), (torch.tensor(2), "two")), "rest": [torch.tensor(3)]}
+    found = pin_memory(MicroBatch(batch, 4, 9))  # what torch's loader calls for whatever a data set gives
+    assert [int(t) for t in pinned] == [1, 2, 3]
+    assert (found.num_samples, found.num_global_samples) == (4, 9)
+    assert found.data == {"pair": Pair(torch.tensor(101), (torch.tensor(102), "two")), "rest": [torch.tensor(103)]}

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from rung.errors import ModelError
+from rung.nested import map_tensors
 from rung.parallel.activation import apply_activation_checkpointing
 from rung.parallel.batchnorm import synchronise_batch_norm
 from rung.parallel.blocks import find_blocks
 from rung.parallel.gradients import clip, global_norm
 from rung.parallel.sharding import choose_units
-from rung.runtime.forward import NoDropout, default_type, map_tensors
+from rung.runtime.forward import NoDropout, default_type
 from rung.runtime.optimizer import make_optimizer
 from tests.tasks import TinyCNN, TinyGPT, image_task
 

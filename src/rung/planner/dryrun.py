@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from rung.batches import Batches, Window
 from rung.config import RunConfig
 from rung.errors import ModelError
+from rung.nested import tensors_in
 from rung.parallel.materialize import is_absent
 from rung.parallel.rehearsal import user_line
 from rung.planner.repeat import Repeats
 from rung.runtime import build_runtime
-from rung.runtime.forward import map_tensors
 from rung.runtime.mesh import MeshRuntime
 from rung.status import StatusWriter
 from rung.strategy import Layout
@@ -125,9 +125,3 @@ def optimizer_state_of(runtime: MeshRuntime) -> Iterator[Tensor]:
         for value in values.values():
             if isinstance(value, Tensor):
                 yield value
-
-
-def tensors_in(data: object) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(data, found.append)
-    return found

@@ -15,13 +15,14 @@ import torch
 
 from rung.batches import example_batch
 from rung.config import RunConfig, refuse_contradictions
+from rung.nested import map_tensors
 from rung.parallel import parallelize
 from rung.parallel.materialize import Weights
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts, Runtime
 from rung.runtime.compressed import CompressedRuntime, HalvedRuntime
 from rung.runtime.data_parallel import DataParallelRuntime
-from rung.runtime.forward import autocast, call_model, default_type, laid_out, map_tensors
+from rung.runtime.forward import autocast, call_model, default_type, laid_out
 from rung.runtime.local_steps import LocalStepsRuntime
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.optimizer import make_optimizer, make_schedule

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from rung.batches import MicroBatch, Window
+from rung.nested import map_tensors
 from rung.parallel.batchnorm import batch_norms
 from rung.runtime.base import Traffic
 from rung.runtime.buffers import note_of_changes
-from rung.runtime.forward import LossModule, NoDropout, autocast, compute_output, map_tensors, split_for_model
+from rung.runtime.forward import LossModule, NoDropout, autocast, compute_output, split_for_model
 from rung.runtime.measure import measure
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.pieces import num_bytes

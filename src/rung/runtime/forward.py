@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,12 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from rung.config import RunConfig
 from rung.errors import TaskError
+from rung.nested import map_tensors
 from rung.parallel.dropout import NoDropout
 from rung.parallel.tensor import loss_context
 from rung.parallel.tensor_plan import TensorPlan
 from rung.task import Task, has_target, split_batch
 
-__all__ = ["LossModule", "NoDropout", "autocast", "call_model", "default_type", "laid_out", "map_tensors"]
+__all__ = ["LossModule", "NoDropout", "autocast", "call_model", "default_type", "laid_out"]
 
 
 class LossModule(nn.Module):
@@ -116,28 +115,6 @@ class _DefaultType:
 
 
 default_type = _DefaultType()
-
-
-def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply a function to every tensor in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(data, Tensor):
-        return function(data)
-    if isinstance(data, Mapping):
-        mapped = {key: map_tensors(value, function) for key, value in data.items()}
-        if type(data) is dict or not isinstance(data, MutableMapping):
-            return mapped
-        same = copy.copy(data)  # of a class with attributes, such as the outputs of Hugging Face's models
-        for key, value in mapped.items():
-            same[key] = value
-        return same
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(value, function) for value in data))
-    if isinstance(data, tuple | list):
-        return type(data)(map_tensors(value, function) for value in data)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        changes = {f.name: map_tensors(getattr(data, f.name), function) for f in dataclasses.fields(data)}
-        return dataclasses.replace(data, **changes)
-    return data
 
 
 def laid_out(config: RunConfig, tensor: Tensor) -> Tensor:

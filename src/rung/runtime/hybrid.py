@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rung.errors import ModelError, TaskError, nearest
+from rung.nested import map_tensors, tensors_in
 from rung.parallel.batchnorm import batch_norms
 from rung.parallel.materialize import Weights
 from rung.rpc import answers_later
 from rung.runtime.base import Traffic
-from rung.runtime.forward import autocast, default_type, map_tensors
+from rung.runtime.forward import autocast, default_type
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.servers import ServerRuntime, add_squares, collect_weights, num_bytes, on_host, place_by_size
 from rung.task import Task
@@ -79,12 +80,6 @@ def keep_own_modules(weights: Weights, world: World, task: Task) -> tuple[dict[s
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-def tensors_in(data: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(data, found.append)
-    return found
 
 
 # -- the server ------------------------------------------------------------------------------------------------------

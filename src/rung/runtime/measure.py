@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rung.batches import MicroBatch, Window, example_batch
 from rung.errors import TaskError
+from rung.nested import map_tensors
 from rung.parallel.tensor import whole_output
-from rung.runtime.forward import call_model, map_tensors
+from rung.runtime.forward import call_model
 from rung.task import Task, split_batch
 from rung.world import World
 

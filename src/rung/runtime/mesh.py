@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rung.batches import Batches, MicroBatch, Window
 from rung.config import RunConfig
 from rung.errors import ModelError, TaskError
+from rung.nested import map_tensors
 from rung.parallel import Spread, sync_batch_norms
 from rung.parallel.gather import whole_tensor
 from rung.parallel.gradients import clip, global_norm
@@ -27,7 +28,7 @@ from rung.parallel.tensor import settle_gradients
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts, Traffic
 from rung.runtime.buffers import buffers_besides, note_of_changes
-from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, laid_out, map_tensors
+from rung.runtime.forward import LossModule, NoDropout, autocast, call_model, default_type, laid_out
 from rung.runtime.measure import means, measure, shares_of, weighted
 from rung.runtime.optimizer import LocalScaler, learning_rate, local_bytes
 from rung.runtime.phases import PhaseClock

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rung.errors import DataError, ModelError
-from rung.runtime.forward import map_tensors
+from rung.nested import map_tensors
 
 
 class Nested:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from rung.batches import Window
 from rung.errors import DataError
-from rung.runtime.forward import map_tensors
+from rung.nested import tensors_in
 from rung.world import World
 
 
@@ -18,9 +17,7 @@ def refuse_different_samples(world: World, window: Window) -> None:
         return
     mark = torch.zeros((), dtype=torch.float64, device=world.device)
     for number, micro in enumerate(window.micro_batches, start=1):
-        found: list[Tensor] = []
-        map_tensors(micro.data, found.append)
-        for place, tensor in enumerate(found, start=1):
+        for place, tensor in enumerate(tensors_in(micro.data), start=1):
             values = (tensor.abs() if tensor.is_complex() else tensor).to(torch.float64)
             mark += values.sum().nan_to_num() * number * place + values.numel()
     rows = world.gather(world.read([mark]))
