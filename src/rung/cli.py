@@ -81,12 +81,11 @@ class _Parser(argparse.ArgumentParser):
 
     def _owners(self, word: str) -> list[str]:
         """The commands that know a flag. `rung submit` has those of `rung train`, which is what it submits."""
-        owners = [
-            parser.prog
-            for parser in self._commands().values()
-            if any(word in action.option_strings for action in parser._all_actions())
-        ]
-        return [name for name in owners if name != "rung submit" or "rung train" not in owners]
+        owners = [name for parser in self._commands().values() for name in parser._owners(word)]
+        if not owners and any(word in action.option_strings for action in self._actions):
+            return [self.prog]
+        is_trained = "rung train" in owners
+        return [name for name in dict.fromkeys(owners) if not (is_trained and name.startswith("rung submit"))]
 
     def _all_actions(self) -> list[argparse.Action]:
         found = list(self._actions)

@@ -364,7 +364,9 @@ def check(key: str, value: Any) -> Any:
     if key in ("nproc", "nnodes"):
         count_range(value, key)
     if key == "rdzv" and not (value.rpartition(":")[0] and value.rpartition(":")[2].isdigit()):
-        raise ConfigError(f"rdzv is HOST:PORT, not {value!r}.")
+        raise ConfigError(
+            f"rdzv is the name or address of one of the machines and a port there, as in node1:29500, not {value!r}."
+        )
     if key in ("workers", "seed", "max_restarts", "staleness", "compress_warmup") and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
     if key == "seed" and value >= 2**63:

@@ -282,9 +282,11 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
     per_rank = -(-cut.global_micro_batch // cut.num_ranks)
     samples = f"{batches.num_samples:,} samples" if batches.num_samples is not None else "an iterable data set"
     readers = f"{'data ' if layout.is_composed else ''}rank{'s' if cut.num_ranks > 1 else ''}"
+    is_even = config.batch_size == cut.num_ranks * per_rank * cut.num_micro_batches
     log.info(
-        "  data: %s; a step is %d = %d %s x %d sample%s x %d micro-batch%s",
-        samples, config.batch_size, cut.num_ranks, readers, per_rank, "s"[: per_rank > 1],
+        "  data: %s; a step is %d%s %d %s x %s%d sample%s x %d micro-batch%s",
+        samples, config.batch_size, " =" if is_even else ":", cut.num_ranks, readers, "" if is_even else "up to ",
+        per_rank, "s"[: per_rank > 1],
         cut.num_micro_batches, "es" if cut.num_micro_batches > 1 else "",
     )  # fmt: skip
 

@@ -129,9 +129,12 @@ def test_a_run_that_is_there_is_gone_on_with_only_if_asked(task: str) -> None:
         describe(asked(task, resume="here", flags={"batch_size": "12"}))
 
 
-def test_gpus_that_stay_idle_are_told_of(task: str) -> None:
-    assert describe(asked(task, "tp2", gpus=8)).notes == ("tp2 uses 2 of the 8 GPUs of each node",)
-    assert describe(asked(task, "ddp", gpus=8)).notes == ()
+def test_what_the_user_should_know_is_told(task: str) -> None:
+    saving = {"checkpoint_every": "10"}
+    assert describe(asked(task, "tp2", gpus=8, flags=saving)).notes == ("tp2 uses 2 of the 8 GPUs of each node",)
+    assert describe(asked(task, "ddp", gpus=8, flags=saving)).notes == ()
+    assert describe(asked(task, "ddp", assignments={"keep_best": "loss"})).notes == ()
+    assert "without --checkpoint-every" in describe(asked(task, "ddp")).notes[0]
 
 
 def test_each_strategy_of_an_array_takes_the_nodes_that_it_needs(task: str) -> None:
@@ -225,7 +228,9 @@ def submit(*arguments: str) -> int:
 def test_a_dry_run_prints_the_script_and_leaves_nothing(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit(task, "--nodes", "2", "--time", "30", "--env", "KEY=some value", "--dry-run") == 0
     found = capsys.readouterr()
-    assert found.out.startswith("#!/bin/bash\n#SBATCH --job-name=mine-ddp\n") and not found.err
+    assert found.out.startswith("#!/bin/bash\n#SBATCH --job-name=mine-ddp\n") and found.err.startswith(
+        "note: without --checkpoint-every"
+    )
     assert "export KEY='some value'" in found.out
     assert sorted(path.name for path in Path().iterdir()) == ["mine.py"]
 
@@ -241,6 +246,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(task: str, capsys: pytes
         (["--env", "a-b=1"], "cannot be the name of a variable"),
         (["--env", "a"], "--env takes KEY=VALUE, not 'a'"),
         (["--notice", "20"], "grace_seconds=30"),
+        (["--mem", "64Q"], "a number and K, M, G or T: 64G"),
         (["--nodes", "2:4", "--nproc", "1"], "Use --nodes 4"),
     ],
 )
@@ -298,6 +304,10 @@ def test_a_flag_of_rung_train_that_is_another_one_here(
     with pytest.raises(SystemExit):
         main()
     assert "Did you mean '--nodes'?\nrung submit slurm --help" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["rung", "train", task, "--partition", "x"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "'--partition' here. It is a flag of rung submit slurm.\n" in capsys.readouterr().err
 
 
 def test_the_document_shows_the_script_that_its_command_prints(

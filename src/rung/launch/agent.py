@@ -193,7 +193,9 @@ class RankAgent(LocalElasticAgent):
             spare = f"rank {names} waits as a spare" if round_.num_spares == 1 else f"ranks {names} wait as spares"
             if not round_.used:
                 spare = "all of them wait for more to come"
-            self._view.say(f"{round_.size} processes: {self._job.strategy} uses {round_.used}, {spare}")
+            self._view.say(
+                f"{round_.size} process{'es' * (round_.size > 1)}: {self._job.strategy} uses {round_.used}, {spare}"
+            )
 
     def _where_from(self) -> str:
         """The step to go on from, where this machine can know it: others may have a newer state."""

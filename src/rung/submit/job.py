@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rung.best import parse_best
 from rung.config import RunConfig, count_range, refuse_contradictions, resolve
 from rung.errors import ConfigError
 from rung.launch import resume as old_run
@@ -57,7 +58,6 @@ class Job:
     environment: tuple[tuple[str, str], ...]
     workers: int  # data-loading processes of each rank
     grace_seconds: int  # that saving may take when the job is asked to leave
-    saves: bool  # whether there are checkpoints while it runs
     notes: tuple[str, ...] = ()  # what the user should know and did not ask
 
     @property
@@ -130,8 +130,7 @@ def describe(asked: Asked, *, may_shrink: bool = False, is_installed: bool = Fal
         environment=asked.environment,
         workers=config.workers,
         grace_seconds=config.grace_seconds,
-        saves=config.checkpoint_every is not None,
-        notes=_notes(layout, terms.processes[1], asked.gpus),
+        notes=_notes(config, layout, terms.processes[1], asked.gpus),
     )
 
 
@@ -199,11 +198,14 @@ def _refuse_devices(config: RunConfig, layout: Layout, processes: int, gpus: int
         raise ConfigError(f"{layout.name} asks for more GPUs than the {gpus} of a node. Use --strategy dp{gpus}.")
 
 
-def _notes(layout: Layout, processes: int, gpus: int) -> tuple[str, ...]:
+def _notes(config: RunConfig, layout: Layout, processes: int, gpus: int) -> tuple[str, ...]:
+    found = []
     used = (layout.devices or gpus) if layout.kind == "dp" else processes
     if used < gpus:
-        return (f"{layout.name} uses {used} of the {gpus} GPUs of each node",)
-    return ()
+        found.append(f"{layout.name} uses {used} of the {gpus} GPUs of each node")
+    if config.checkpoint_every is None and parse_best(config.keep_best) is None:
+        found.append("without --checkpoint-every, a machine that fails costs all steps since the last start")
+    return tuple(found)
 
 
 def _settings(asked: Asked) -> tuple[str, ...]:

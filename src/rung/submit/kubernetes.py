@@ -179,8 +179,6 @@ def _refuse(job: Job, cluster: Cluster) -> None:
 def _notes(job: Job, cluster: Cluster) -> list[str]:
     """What the user should know and did not ask."""
     found = list(job.notes)
-    if not job.saves:
-        found.append("without --checkpoint-every, a pod that is lost without warning takes all steps with it")
     if cluster.form == "trainjob" and job.grace_seconds >= _RUNTIME_SECONDS:
         found.append(
             f"the pods of a TrainJob have {_RUNTIME_SECONDS} s to leave unless its runtime says otherwise, and saving "

@@ -114,6 +114,8 @@ def _slurm(options: argparse.Namespace) -> int:
         notice=notice,
     )
     text = render(jobs, script)
+    for note in dict.fromkeys(note for job in jobs for note in job.notes):
+        sys.stderr.write(f"note: {note}\n")
     if options.dry_run:
         sys.stdout.write(text)
         return 0
@@ -152,6 +154,8 @@ def _options_of(options: argparse.Namespace) -> dict[str, str | None]:
         value = getattr(options, key.replace("-", "_"))
         if value is not None:
             found[key] = value
+    if not re.fullmatch(r"\d+[KMGT]?", found.get("mem") or "0", re.IGNORECASE):
+        raise ConfigError(f"--mem {found['mem']!r} is no size of Slurm's. It takes a number and K, M, G or T: 64G.")
     for text in options.sbatch:
         key, value = pair_of(text, "--sbatch") if "=" in text else (text, None)
         key = key.lstrip("-")
@@ -208,9 +212,6 @@ def _tell(jobs: list[Job], number: str, path: Path, output: str) -> None:
     else:
         rows["report"] = f"rung report {shlex.join(job.out for job in jobs)}  (when they are done)"
     lines = [f"submitted job {number}: {what}", *(f"  {key:<8}{value}" for key, value in rows.items())]
-    lines += [f"  note    {note}" for note in dict.fromkeys(note for job in jobs for note in job.notes)]
-    if not first.saves:
-        lines.append("  note    without --checkpoint-every, a node that fails costs all steps since the last start")
     sys.stdout.write("\n".join(lines) + "\n")
 
 
