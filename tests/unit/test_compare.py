@@ -14,6 +14,7 @@ import rung.compare.run
 from rung.cli import main
 from rung.compare.command import Asked, _refuse
 from rung.compare.measure import RankFigures, take_run
+from rung.compare.predict import Predictor
 from rung.compare.rows import fill_up, loss_difference, make_row, prediction_error, without_infinities
 from rung.compare.run import Bench, reason_of
 from rung.compare.spans import Span, hidden_seconds, spans_of_step
@@ -25,6 +26,7 @@ from rung.errors import ConfigError, StrategyError
 from rung.launch.crew import CrewFailed
 from rung.metrics import StepRecord
 from tests.comparison import sample
+from tests.tasks import TASKS
 
 CONFIG = RunConfig(batch_size=8, steps=6, device="cpu")
 
@@ -261,6 +263,24 @@ def test_losses_that_are_no_numbers_are_told_with_the_recommendation() -> None:
     rows = rows_of(single=0.2, ddp=0.1)
     rows[1]["losses"] = [[1, 2.0], [2, None]]
     assert "not all numbers" in make_verdict(rows, choose_variants(["single", "ddp"], 2, CONFIG))["recommendation"]
+
+
+def test_losses_that_are_off_are_told_with_what_may_be_behind_it() -> None:
+    rows = rows_of(single=0.2, ddp=0.1)
+    rows[1]["largest_difference"]["loss"] = 0.12
+    told = make_verdict(rows, choose_variants(["single", "ddp"], 2, CONFIG))["recommendation"]
+    assert "by up to 12 %" in told and "--set dropout=false" in told
+    without = make_verdict(rows, choose_variants(["single", "ddp"], 2, replace(CONFIG, dropout=False)))
+    assert "dropout" not in without["recommendation"]
+
+
+def test_a_row_that_cannot_be_planned_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*args: Any, **kwargs: Any) -> None:
+        raise TypeError("not like that")
+
+    monkeypatch.setattr("rung.compare.predict.dry_run", breaks)
+    found = Predictor(TASKS["recurrent"](), "cpu").predict(make_variant("ddp", 2, CONFIG), None)
+    assert found.figures is None and found.why_not == "planning it failed with TypeError: not like that"
 
 
 def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -57,11 +57,13 @@ def test_a_name_that_others_cannot_reach_or_that_takes_long(monkeypatch: pytest.
     assert "which took" in machine.host_name("a", resolve=slowly).found
 
 
-def test_a_port_in_use_by_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_port_in_use_by_something_else(hangs_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_STORE_SECONDS", 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        threading.Thread(target=_hang_up, args=(server,), daemon=True).start()
+        if hangs_up:  # otherwise it says nothing at all
+            threading.Thread(target=_hang_up, args=(server,), daemon=True).start()
         found = machine.meeting_place(f"127.0.0.1:{port}")
     assert found.verdict == "failed"
     assert "something else than a store listens" in found.found

@@ -53,6 +53,8 @@ class Predictor:
             ]
         except RungError as error:
             return Prediction(None, str(error))
+        except Exception as error:  # what was measured is worth having without it
+            return Prediction(None, f"planning it failed with {type(error).__name__}: {error}")
         figures: dict[str, Any] = {
             "step_seconds": None,
             "peak_bytes": max(self._peak(run, cluster) for run in runs),

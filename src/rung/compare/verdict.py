@@ -28,7 +28,7 @@ def make_verdict(rows: Sequence[dict[str, Any]], variants: Sequence[Variant]) ->
     chosen = choose(done)
     return {
         "sentence": _sentence([row for row, _ in done], quickest[0], len(rows)),
-        "recommendation": _recommendation(chosen[0], quickest[0], [row for row, _ in done]),
+        "recommendation": _recommendation(*chosen, quickest[0], [row for row, _ in done]),
         "strategy": chosen[0]["strategy"],
     }
 
@@ -84,7 +84,9 @@ def _times(ratio: float) -> str:
     return f"{100 * (ratio - 1):.0f} % quicker than" if ratio < 1.5 else f"{ratio:.1f} times as quick as"
 
 
-def _recommendation(chosen: dict[str, Any], quickest: dict[str, Any], done: Sequence[dict[str, Any]]) -> str:
+def _recommendation(
+    chosen: dict[str, Any], variant: Variant, quickest: dict[str, Any], done: Sequence[dict[str, Any]]
+) -> str:
     name = _name(chosen)
     if len(done) == 1:
         return f"Only {name} was measured here: there is nothing to choose from."
@@ -110,6 +112,10 @@ def _recommendation(chosen: dict[str, Any], quickest: dict[str, Any], done: Sequ
         text += " Mind that its losses are not all numbers."
     elif difference is not None and difference > _FAR:
         text += f" Mind that its losses differ from those of one process by up to {100 * difference:.0f} %."
+        if variant.config.dropout:
+            text += (
+                " If the model has dropout, that draws other numbers on each rank: --set dropout=false leaves it out."
+            )
     return text
 
 

@@ -14,6 +14,7 @@ import resource
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -161,15 +162,24 @@ def meeting_place(rdzv: str) -> Finding:
 
 
 def _is_store(host: str, port: int) -> bool:
-    """Whether torch's store answers. What listens may also say nothing at all."""
-    patience = datetime.timedelta(seconds=_STORE_SECONDS)
-    with contextlib.suppress(RuntimeError), silenced():
-        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, None, False, timeout=patience, wait_for_workers=False
-        )
-        store.check(["rung"])
-        return True
-    return False
+    """Whether torch's store answers. What listens may also say nothing at all, and torch's client then waits without
+    end, whatever it is told: it is left to itself."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        patience = datetime.timedelta(seconds=_STORE_SECONDS)
+        with contextlib.suppress(RuntimeError):
+            store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, None, False, timeout=patience, wait_for_workers=False
+            )
+            store.check(["rung"])
+            answered.set()
+
+    asking = threading.Thread(target=ask, name="rung-ask", daemon=True)
+    with silenced():
+        asking.start()
+        asking.join(_STORE_SECONDS)
+    return answered.is_set()
 
 
 def _cannot_listen(address: str, port: int = 0) -> str | None:
