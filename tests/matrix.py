@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rung.config import RunConfig, micro_batch_size
+from rung.agreement import micro_batch_size
+from rung.config import RunConfig
 from rung.strategy import Layout, parse
 
 MODELS = {"babycnn": "BabyCNN, batch norm sync", "gpt": "GPT, tied weights"}

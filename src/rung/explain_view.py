@@ -16,7 +16,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rung.config import count_range, refuse_contradictions, resolve
+from rung.agreement import refuse_contradictions
+from rung.config import count_range, resolve
 from rung.errors import ConfigError
 from rung.explain import Explanation, Slot, explain
 from rung.explain_svg import draw

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rung.agreement import micro_batch_size
 from rung.batches import Batches, Cut, MicroBatch, Window
 from rung.checkpoint import Position, Saver, Sites, choose, restore, save_weights
-from rung.config import micro_batch_size, resolve
+from rung.config import resolve
 from rung.environment import environment_local_size, environment_size
 from rung.errors import DataError, StrategyError
 from rung.nested import map_tensors, tensors_in

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from rung.agreement import half_micro_batch, micro_batch_size
 from rung.batches import Batches, Cut
 from rung.best import Goal, parse_best, read_best, refuse_unknown_metric
 from rung.checkpoint import Checkpoint, Position, Sites, is_same_topology, restore, save_weights
-from rung.config import RunConfig, half_micro_batch, micro_batch_size
+from rung.config import RunConfig
 from rung.environment import environment_local_size, environment_size
 from rung.errors import CheckpointError
 from rung.keeper import Keeper, find_state

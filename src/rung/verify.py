@@ -23,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from rung.config import RunConfig, micro_batch_size, refuse_contradictions, resolve
+from rung.agreement import micro_batch_size, refuse_contradictions
+from rung.config import RunConfig, resolve
 from rung.errors import ConfigError, ModelError, RungError, StrategyError
 from rung.exchange import OF_DDP
 from rung.launch.command import prepare

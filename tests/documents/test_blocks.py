@@ -13,8 +13,9 @@ import tomllib
 import pytest
 
 import rung
+from rung.agreement import refuse_contradictions
 from rung.cli import _build_parser
-from rung.config import FLAGS, SETTINGS, refuse_contradictions, resolve
+from rung.config import FLAGS, SETTINGS, resolve
 from rung.errors import RungError
 from rung.flags import assignments_of
 from rung.strategy import default_name, natural_num_ranks, parse

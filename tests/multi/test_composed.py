@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import rung
-from rung.config import RunConfig, micro_batch_size
+from rung.agreement import micro_batch_size
+from rung.config import RunConfig
 from rung.order import Order
 from rung.runtime import build_runtime
 from rung.strategy import natural_num_ranks, parse

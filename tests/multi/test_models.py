@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from rung.config import RunConfig, micro_batch_size
+from rung.agreement import micro_batch_size
+from rung.config import RunConfig
 from rung.strategy import natural_num_ranks, parse
 from rung.task import Task, load_task
 from tests.harness import on_ranks

@@ -9,7 +9,8 @@ import torch
 
 import rung.runtime.mesh as runtime_mesh
 import rung.runtime.staged as runtime_staged
-from rung.config import RunConfig, micro_batch_size
+from rung.agreement import micro_batch_size
+from rung.config import RunConfig
 from rung.strategy import parse
 from tests.harness import on_ranks
 from tests.matrix import BATCH_SIZE, ROWS, Row

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from rung.config import RunConfig, micro_batch_size
+from rung.agreement import micro_batch_size
+from rung.config import RunConfig
 from rung.strategy import natural_num_ranks, parse
 from rung.task import Task
 from tests.harness import RankFailed, on_ranks

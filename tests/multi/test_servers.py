@@ -303,7 +303,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def test_settings_of_servers_belong_to_strategies_with_servers() -> None:
-    from rung.config import refuse_contradictions
+    from rung.agreement import refuse_contradictions
 
     with pytest.raises(ConfigError, match="ddp has no servers"):
         refuse_contradictions(RunConfig(servers=2), parse("ddp", 2))

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from rung.agreement import refuse_best_without_evaluation
 from rung.best import Best, Goal, parse_best, refuse_unknown_metric
 from rung.checkpoint.manifest import prune, read_checkpoint, steps_in
 from rung.cli import main
-from rung.config import RunConfig, refuse_best_without_evaluation, resolve
+from rung.config import RunConfig, resolve
 from rung.errors import CheckpointError, ConfigError
 from rung.runtime.measure import metric_names
 from rung.train import Job, worker

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rung.config import RunConfig, check, refuse_contradictions
+from rung.agreement import refuse_contradictions
+from rung.config import RunConfig, check
 from rung.errors import ConfigError
 from rung.exchange import Compression, parse_compression
 from rung.parallel.compression import Slots, make_exchange, ring_bytes

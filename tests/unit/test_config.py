@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rung.config import FLAGS, SETTINGS, RunConfig, refuse_contradictions, resolve, shard_size, write_toml
+from rung.agreement import refuse_contradictions
+from rung.config import FLAGS, SETTINGS, RunConfig, resolve, shard_size, write_toml
 from rung.errors import ConfigError
 from rung.strategy import parse
 from rung.task import Task

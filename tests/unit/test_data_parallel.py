@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rung.config import RunConfig, refuse_contradictions
+from rung.agreement import refuse_contradictions
+from rung.config import RunConfig
 from rung.errors import ConfigError, DataError, EnvironmentProblem, ModelError, StrategyError
 from rung.processes import num_cores
 from rung.runtime.draws import Streams

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from rung.agreement import refuse_contradictions
 from rung.cli import main
-from rung.config import RunConfig, check, refuse_contradictions
+from rung.config import RunConfig, check
 from rung.errors import ConfigError, EnvironmentProblem
 from rung.looking import profiled_steps, refuse_missing_trackers, tracker_names
 from rung.profile_merge import merge

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rung.config import RunConfig, refuse_contradictions
+from rung.agreement import refuse_contradictions
+from rung.config import RunConfig
 from rung.errors import ConfigError
 from rung.runtime.rpc_pipeline import Journal, Station, Update, _Arrival, _Departure, _pass
 from rung.strategy import parse

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rung.config import SETTINGS, RunConfig, check, refuse_contradictions, without_use
+from rung.agreement import refuse_contradictions, without_use
+from rung.config import SETTINGS, RunConfig, check
 from rung.errors import ConfigError, RungError, nearest
 from rung.exchange import OF_DDP
 from rung.strategy import Layout, natural_num_ranks, parse

@@ -18,15 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rung.config import (
-    Resolved,
-    RunConfig,
-    count_range,
-    read_toml,
-    refuse_best_without_evaluation,
-    refuse_contradictions,
-    resolve,
-)
+from rung.agreement import refuse_best_without_evaluation, refuse_contradictions
+from rung.config import Resolved, RunConfig, count_range, read_toml, resolve
 from rung.environment import Place
 from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
 from rung.launch import resume as old_run

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rung.config import SETTINGS, Resolved, RunConfig, read_toml, without_use, write_toml
+from rung.agreement import without_use
+from rung.config import SETTINGS, Resolved, RunConfig, read_toml, write_toml
 from rung.environment import mpi_place
 from rung.errors import ConfigError
 from rung.strategy import Layout

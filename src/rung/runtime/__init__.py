@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from rung.agreement import refuse_contradictions
 from rung.batches import example_batch
-from rung.config import RunConfig, refuse_contradictions
+from rung.config import RunConfig
 from rung.nested import map_tensors
 from rung.parallel import parallelize
 from rung.parallel.materialize import Weights

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rung.agreement import refuse_contradictions
 from rung.best import parse_best
-from rung.config import RunConfig, count_range, refuse_contradictions, resolve
+from rung.config import RunConfig, count_range, resolve
 from rung.errors import ConfigError
 from rung.launch import resume as old_run
 from rung.launch.command import spread
