@@ -70,7 +70,7 @@ def test_one_epoch_is_the_default_length() -> None:
         ({"nproc": "1.5"}, "MIN:MAX"),
         ({"nproc": "4:2"}, "from left to right"),
         ({"nnodes": "0"}, "at least 1"),
-        ({"rdzv": "head"}, "HOST:PORT"),
+        ({"rdzv": "head"}, "as in node1:29500"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(assignments: dict[str, str], words: str) -> None:
