@@ -28,7 +28,8 @@ SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 def warm_up(modules: Sequence[str] = _PRELOADED) -> None:
     """Start the server in the background: it imports torch while the launcher does, too."""
-    multiprocessing.set_forkserver_preload(list(modules))
+    # The last is for its end. It comes last because what was registered last is called first.
+    multiprocessing.set_forkserver_preload([*modules, "rung.launch.preloaded"])
     # The tracker comes first, because starting it unblocks the signals again.
     signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:
