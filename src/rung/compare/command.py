@@ -108,11 +108,15 @@ def _measure(
     from rung.compare.variants import REFERENCE, choose_variants
     from rung.compare.verdict import make_verdict
     from rung.launch.local import new_run_dir
+    from rung.launch.precision import half_precision_warning
     from rung.world import choose_device
 
     nproc = _num_ranks(config)
     variants = choose_variants(asked.strategies, nproc, config)
     device = choose_device(config.device, config.backend, 0, nproc)
+    halves = {one.config.precision: one.config for one in variants}
+    for warning in filter(None, map(half_precision_warning, halves.values())):
+        messages.print(f"[yellow]warning: {warning}[/yellow]", soft_wrap=True)
     folder = new_run_dir(task.name, "compare", None)
     bench = Bench(
         str(Path(asked.task).resolve()), dict(arguments), folder, asked.repeats, warmup, device.type == "cuda"
