@@ -135,6 +135,12 @@ def test_what_the_user_should_know_is_told(task: str) -> None:
     assert describe(asked(task, "ddp", gpus=8, flags=saving)).notes == ()
     assert describe(asked(task, "ddp", assignments={"keep_best": "loss"})).notes == ()
     assert "without --checkpoint-every" in describe(asked(task, "ddp")).notes[0]
+    elastic = {"nproc": "1", **saving}
+    (waits,) = describe(asked(task, "single", nodes="1:3", flags=elastic)).notes
+    assert waits == "with all nodes there, single uses 1 of 3 processes; the others wait"
+    uneven, waits = describe(asked(task, "pp2", nodes="1:3", flags=elastic)).notes
+    assert "uses 2 of 3" in uneven and "--nodes 1:3: pp2 does not fit the fewest" in waits
+    assert describe(asked(task, "ddp", nodes="1:3", flags=elastic)).notes == ()
 
 
 def test_each_strategy_of_an_array_takes_the_nodes_that_it_needs(task: str) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 from rung.agreement import refuse_contradictions
 from rung.best import parse_best
 from rung.config import RunConfig, count_range, resolve
-from rung.errors import ConfigError
+from rung.errors import ConfigError, StrategyError
 from rung.launch import resume as old_run
 from rung.launch.command import spread
+from rung.launch.elastic import Terms
 from rung.launch.local import new_run_name
 from rung.looking import refuse_missing_trackers, tracker_names
-from rung.strategy import Layout, natural_num_ranks
+from rung.strategy import Layout, fit, natural_num_ranks
 from rung.task import load_task
 
 # Whoever submits does not know yet where the machines will meet.
@@ -131,7 +132,7 @@ def describe(asked: Asked, *, may_shrink: bool = False, is_installed: bool = Fal
         environment=asked.environment,
         workers=config.workers,
         grace_seconds=config.grace_seconds,
-        notes=_notes(config, layout, terms.processes[1], asked.gpus),
+        notes=_notes(config, strategy, layout, terms, asked.gpus),
     )
 
 
@@ -199,11 +200,18 @@ def _refuse_devices(config: RunConfig, layout: Layout, processes: int, gpus: int
         raise ConfigError(f"{layout.name} asks for more GPUs than the {gpus} of a node. Use --strategy dp{gpus}.")
 
 
-def _notes(config: RunConfig, layout: Layout, processes: int, gpus: int) -> tuple[str, ...]:
+def _notes(config: RunConfig, strategy: str, layout: Layout, terms: Terms, gpus: int) -> tuple[str, ...]:
     found = []
-    used = (layout.devices or gpus) if layout.kind == "dp" else processes
+    used = (layout.devices or gpus) if layout.kind == "dp" else terms.processes[1]
     if used < gpus:
         found.append(f"{layout.name} uses {used} of the {gpus} GPUs of each node")
+    least, most = (nodes * processes for nodes, processes in zip(terms.nodes, terms.processes, strict=True))
+    if layout.num_ranks < most:
+        found.append(f"with all nodes there, {strategy} uses {layout.num_ranks} of {most} processes; the others wait")
+    try:
+        fit(strategy, least, terms.processes[0], config.schedule, config.servers)
+    except StrategyError:
+        found.append(f"--nodes {config.nnodes}: {strategy} does not fit the fewest of them, and waits for more")
     if config.checkpoint_every is None and parse_best(config.keep_best) is None:
         found.append("without --checkpoint-every, a machine that fails costs all steps since the last start")
     return tuple(found)
