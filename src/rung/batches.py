@@ -38,7 +38,7 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's loader, which looks for tensors in lists and dicts but not in a dataclass."""
-        return replace(self, data=map_tensors(self.data, torch.Tensor.pin_memory))
+        return replace(self, data=map_tensors(self.data, _pinned))
 
 
 @dataclass(frozen=True)
@@ -411,6 +411,12 @@ def _names_used(function: Any) -> set[str]:
         names |= set(current.co_names)
         pending += [constant for constant in current.co_consts if inspect.iscode(constant)]
     return names
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A data set may have its samples on the GPU already, or sparse ones, which have no memory that could be pinned."""
+    can_be = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.pin_memory() if can_be else tensor
 
 
 def _as_is(item: Any) -> Any:

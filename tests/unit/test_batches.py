@@ -232,6 +232,8 @@ def test_the_loader_pins_tensors_in_any_nesting(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     batch = {"pair": Pair(torch.tensor(1), (torch.tensor(2), "two")), "rest": [torch.tensor(3)]}
+    elsewhere = {"a": torch.empty(1, device="meta"), "b": torch.eye(2).to_sparse()}
+    assert pin_memory(MicroBatch(elsewhere, 1, 1)).data == elsewhere and not pinned
     found = pin_memory(MicroBatch(batch, 4, 9))  # what torch's loader calls for whatever a data set gives
     assert [int(t) for t in pinned] == [1, 2, 3]
     assert (found.num_samples, found.num_global_samples) == (4, 9)
