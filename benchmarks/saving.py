@@ -41,13 +41,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from benchmarks import report
 from benchmarks.loading import gpt_task
 from benchmarks.ranks import on_ranks
-from rung.batches import Window
 from rung.checkpoint import Position, Saver
 from rung.config import RunConfig
 from rung.runtime import build_runtime
 from rung.runtime.mesh import MeshRuntime
 from rung.strategy import parse
 from rung.train import make_batches
+from rung.windows import Window
 from rung.world import World, environment_size, open_world
 
 _RESULTS = Path(__file__).parent / "results"

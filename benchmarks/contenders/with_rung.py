@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks.cases import Case
 from benchmarks.contenders.common import LOG_EVERY, Contender, Stopwatch
-from rung.batches import Window
 from rung.checkpoint import SaveRecord
 from rung.config import resolve
 from rung.live import Live
@@ -18,6 +17,7 @@ from rung.loop import run
 from rung.metrics import EvalRecord, StepRecord
 from rung.runtime import build_runtime
 from rung.train import make_batches
+from rung.windows import Window
 from rung.world import World
 
 

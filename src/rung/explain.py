@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
-from rung.batches import Batches, Window
+from rung.batches import Batches
 from rung.config import RunConfig
 from rung.errors import ModelError
 from rung.parallel.materialize import is_absent
@@ -29,6 +29,7 @@ from rung.status import StatusWriter
 from rung.strategy import Layout
 from rung.task import Task
 from rung.train import make_batches
+from rung.windows import Window
 from rung.world import World, pretend_world
 
 

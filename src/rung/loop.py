@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rung.batches import Batches, Window
+from rung.batches import Batches
 from rung.best import Best
 from rung.checkpoint import Position
 from rung.config import RunConfig
@@ -19,6 +19,7 @@ from rung.profiling import Profiler
 from rung.pulse import Pulse
 from rung.runtime import Runtime
 from rung.status import StatusWriter
+from rung.windows import Window
 from rung.world import World
 
 log = logging.getLogger("rung")

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 import torch
 
-from rung.batches import Window
 from rung.checkpoint import SaveRecord
 from rung.live import Live, write_live
 from rung.runtime.base import LocalStep
+from rung.windows import Window
 from rung.world import World
 
 log = logging.getLogger("rung")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rung.agreement import micro_batch_size
-from rung.batches import Batches, Cut, MicroBatch, Window
+from rung.batches import Batches
 from rung.checkpoint import Position, Saver, Sites, choose, restore, save_weights
 from rung.config import resolve
 from rung.environment import environment_local_size, environment_size
@@ -32,6 +32,7 @@ from rung.runtime import build_runtime
 from rung.strategy import default_name, parse
 from rung.task import Task, load_task
 from rung.train import dropout_seed, make_batches, make_eval_batches
+from rung.windows import Cut, MicroBatch, Window
 from rung.world import open_world
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rung.agreement import half_micro_batch, micro_batch_size
-from rung.batches import Batches, Cut
+from rung.batches import Batches
 from rung.best import Goal, parse_best, read_best, refuse_unknown_metric
 from rung.checkpoint import Checkpoint, Position, Sites, is_same_topology, restore, save_weights
 from rung.config import RunConfig
@@ -34,6 +34,7 @@ from rung.status import StatusWriter
 from rung.strategy import Layout, parse
 from rung.task import Task, load_task
 from rung.trackers import open_trackers
+from rung.windows import Cut
 from rung.world import World, open_world
 
 log = logging.getLogger("rung")

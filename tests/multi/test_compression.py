@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rung.batches import Batches, Cut
+from rung.batches import Batches
 from rung.checkpoint import Sites, restore
 from rung.cli import main
 from rung.config import RunConfig
@@ -24,6 +24,7 @@ from rung.status import StatusWriter
 from rung.strategy import parse
 from rung.task import Task
 from rung.train import make_batches
+from rung.windows import Cut
 from rung.world import World, environment_size, open_world
 from tests.checkpoints import legs
 from tests.harness import on_ranks

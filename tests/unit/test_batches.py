@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from rung.batches import Batches, Cut, MicroBatch
+from rung.batches import Batches
 from rung.errors import DataError
+from rung.windows import Cut, MicroBatch
 
 
 class Numbers(Dataset[int]):

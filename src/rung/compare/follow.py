@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from rung.batches import Window
 from rung.compare.spans import hidden_seconds
 from rung.record import Message, Recorder
 from rung.runtime.mesh import MeshRuntime
 from rung.status import StatusWriter
 from rung.trace import Sent, Trace
+from rung.windows import Window
 from rung.world import World
 
 Stretches = list[tuple[float, float]]

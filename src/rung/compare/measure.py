@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from rung.batches import Batches, Window
+from rung.batches import Batches
 from rung.checkpoint import SaveRecord, save_weights
 from rung.compare.follow import Followed, follow_messages
 from rung.compare.spans import Span, spans_of_step
@@ -35,6 +35,7 @@ from rung.status import StatusWriter
 from rung.strategy import parse
 from rung.task import Task
 from rung.train import Job, dropout_seed, make_batches, work_for_servers
+from rung.windows import Window
 from rung.world import World, open_world
 
 Tell = Callable[[Any], None]

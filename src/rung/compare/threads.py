@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from rung.batches import Window
 from rung.runtime import LocalStep
 from rung.runtime.data_parallel import DataParallelRuntime
 from rung.runtime.replicas import ThreadReplicas
 from rung.trace import Tracer
+from rung.windows import Window
 
 
 class WatchedThreads:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from rung.batches import Batches, Window
+from rung.batches import Batches
 from rung.config import RunConfig
 from rung.errors import ModelError
 from rung.nested import tensors_in
@@ -28,6 +28,7 @@ from rung.strategy import Layout
 from rung.task import Task
 from rung.trace import Trace, Tracer
 from rung.train import make_batches
+from rung.windows import Window
 from rung.world import World, pretend_world
 
 

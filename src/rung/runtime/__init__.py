@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from rung.agreement import refuse_contradictions
-from rung.batches import example_batch
 from rung.config import RunConfig
 from rung.nested import map_tensors
 from rung.parallel import parallelize
 from rung.parallel.materialize import Weights
 from rung.parallel.zero1 import ShardedUpdate
+from rung.reading import example_batch
 from rung.runtime.base import LocalStep, ModelFacts, Runtime
 from rung.runtime.compressed import CompressedRuntime, HalvedRuntime
 from rung.runtime.data_parallel import DataParallelRuntime

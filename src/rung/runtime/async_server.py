@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from rung.batches import Batches, Window
+from rung.batches import Batches
 from rung.config import RunConfig
 from rung.parallel.materialize import Weights, is_absent
 from rung.rpc import answers_later
@@ -26,6 +26,7 @@ from rung.runtime.office import Delivery, Errand, Office
 from rung.runtime.optimizer import learning_rate
 from rung.runtime.parameter_server import Gradients, place_parameters
 from rung.runtime.servers import ServerRuntime, collect_weights, num_bytes
+from rung.windows import Window
 from rung.world import World
 
 _PING_SECONDS = 0.5

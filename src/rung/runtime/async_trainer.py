@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rung.batches import Batches, Window
+from rung.batches import Batches
 from rung.parallel.gradients import clip
 from rung.runtime import async_server as there
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.office import TRAIN, Errand
 from rung.runtime.parameter_server import Gradients
 from rung.runtime.servers import on_host
+from rung.windows import Window
 
 
 class AsyncTrainer(MeshRuntime):

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from rung.batches import Window
 from rung.sizes import human_size
+from rung.windows import Window
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rung.batches import MicroBatch, Window
 from rung.nested import map_tensors
 from rung.parallel.batchnorm import batch_norms
 from rung.runtime.base import Traffic
@@ -25,6 +24,7 @@ from rung.runtime.mesh import MeshRuntime
 from rung.runtime.pieces import num_bytes
 from rung.runtime.replicas import Exchanges, GpuReplicas, Replicas, Settings, ThreadReplicas
 from rung.task import Task
+from rung.windows import MicroBatch, Window
 
 
 class DataParallelRuntime(MeshRuntime):

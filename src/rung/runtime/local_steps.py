@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rung.batches import Window
 from rung.parallel.averaging import Averaging, OuterStep
 from rung.parallel.compression import Slots
 from rung.runtime.base import Traffic
 from rung.runtime.compressed import traffic_of
 from rung.runtime.mesh import MeshRuntime
+from rung.windows import Window
 
 
 class LocalStepsRuntime(MeshRuntime):

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rung.batches import MicroBatch, Window, example_batch
 from rung.errors import TaskError
 from rung.nested import map_tensors
 from rung.parallel.tensor import whole_output
+from rung.reading import example_batch
 from rung.runtime.forward import call_model
 from rung.task import Task, split_batch
+from rung.windows import MicroBatch, Window
 from rung.world import World
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rung.batches import Batches, MicroBatch, Window
+from rung.batches import Batches
 from rung.config import RunConfig
 from rung.errors import ModelError, TaskError
 from rung.nested import map_tensors
@@ -36,6 +36,7 @@ from rung.runtime.samples import refuse_different_samples
 from rung.runtime.unused import UnusedParameters
 from rung.status import StatusWriter
 from rung.task import Task
+from rung.windows import MicroBatch, Window
 from rung.world import World, broadcast_from
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from rung.batches import Window
 from rung.parallel.materialize import Weights
 from rung.rpc import answers_later
 from rung.runtime.base import Traffic
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.servers import ServerRuntime, add_squares, collect_weights, num_bytes, on_host, place_by_size
+from rung.windows import Window
 from rung.world import World
 
 Gradients = list[Tensor | None]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rung.batches import MicroBatch, Window
 from rung.parallel.schedule import Stage, forward_only, make_schedule, run_schedule
 from rung.parallel.sharding import hold_gradients, set_gradient_sync
 from rung.runtime.staged import StagedRuntime
+from rung.windows import MicroBatch, Window
 
 
 class PipelineRuntime(StagedRuntime):

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from rung.batches import MicroBatch, Window
 from rung.parallel.schedule import Action, Chunk, checked
 from rung.rpc import (
     Calls,
@@ -39,6 +38,7 @@ from rung.rpc import (
 )
 from rung.runtime.base import LocalStep, Traffic
 from rung.runtime.staged import StagedRuntime
+from rung.windows import MicroBatch, Window
 
 Message = list[Tensor]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rung.batches import Window
 from rung.errors import DataError
 from rung.nested import tensors_in
+from rung.windows import Window
 from rung.world import World
 
 

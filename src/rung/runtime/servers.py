@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rung.batches import Window
 from rung.parallel.gradients import clip, global_norm
 from rung.runtime.base import LocalStep
 from rung.runtime.mesh import MeshRuntime
 from rung.runtime.optimizer import learning_rate
+from rung.windows import Window
 from rung.world import World
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rung.batches import MicroBatch
 from rung.parallel import own_stages
 from rung.parallel.materialize import is_absent
 from rung.parallel.schedule import Chunk
@@ -25,6 +24,7 @@ from rung.parallel.stages import crossing
 from rung.runtime.forward import call_model
 from rung.runtime.measure import measure, weighted
 from rung.runtime.mesh import MeshRuntime
+from rung.windows import MicroBatch
 
 
 class StagedRuntime(MeshRuntime):
