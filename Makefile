@@ -52,7 +52,7 @@ test test-all: export OMP_NUM_THREADS = 1
 test: lint system
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
-test-all: lint system
+test-all: lint system .venv/docs
 	$(BIN)/pytest -n 2 --dist loadfile
 
 # The site, in site/: open site/index.html. A link that leads nowhere, or a page that no other names, is an error.
@@ -97,4 +97,4 @@ chaos: .venv/dev
 	$(BIN)/pytest -s -q tests/faults/test_saving.py
 
 clean:
-	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	rm -rf .venv runs build dist site .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -104,10 +104,10 @@ class _Help(argparse.HelpFormatter):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _build_parser()
     options = parser.parse_args(arguments)
-    place = outside_place()
-    if place is not None and not place.is_main and options.call in _ALONE:
-        return 0
     try:
+        place = outside_place()
+        if place is not None and not place.is_main and options.call in _ALONE:
+            return 0
         return int(options.call(options))
     except JobFailed as error:
         sys.stderr.write(f"{error}\n")
@@ -127,7 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _leave_word_to_main() -> None:
     """Of ranks that mpirun or torchrun has started, rank 0 says what all of them find: when it has, the others are
     ended. One that finds something alone says it a little later."""
-    place = outside_place()
+    try:
+        place = outside_place()
+    except RungError:  # it is what there is to say
+        return
     if place is not None and not place.is_main:
         time.sleep(_MAIN_SECONDS)
 

@@ -117,15 +117,22 @@ def slurm_step() -> Step | None:
     """What srun says of this process; None where it started no other than this one."""
     if not all(name in os.environ for name in _SLURM):
         return None
-    job, step, rank, local_rank, node, size = (os.environ[name] for name in _SLURM[:6])
+    job, step, rank, local_rank, node, size = map(_number, _SLURM[:6])
     tasks = tuple(_tasks_per_node(os.environ["SLURM_STEP_TASKS_PER_NODE"]))
-    if int(size) == 1 or int(node) >= len(tasks):
+    if sum(tasks) != size:
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={os.environ['SLURM_STEP_TASKS_PER_NODE']} is in the environment, which is not "
+            f"SLURM_STEP_NUM_TASKS={size}. Slurm sets both; correct or unset them."
+        )
+    if size == 1 or node >= len(tasks):
         return None
     name = os.environ.get("SLURMD_NODENAME", "")
-    place = Place("srun", int(rank), int(size), int(local_rank), tasks[int(node)], f"{job}.{step}", name)
+    place = Place("srun", rank, size, local_rank, tasks[node], f"{job}.{step}", name)
     head = os.environ.get("MASTER_ADDR") or _first_host(os.environ["SLURM_STEP_NODELIST"])
-    port = os.environ.get("MASTER_PORT") or _SLURM_PORTS[(31 * int(job) + int(step)) % len(_SLURM_PORTS)]
-    return Step(place, tasks, head, int(port))
+    port = (
+        _number("MASTER_PORT") if os.environ.get("MASTER_PORT") else _SLURM_PORTS[(31 * job + step) % len(_SLURM_PORTS)]
+    )
+    return Step(place, tasks, head, port)
 
 
 def _tasks_per_node(text: str) -> Iterator[int]:
@@ -150,10 +157,25 @@ def contradiction(place: Place) -> str | None:
     return None
 
 
+def stray_ranks() -> str | None:
+    """The variables of torch's `env://`, if somebody has set them for one of several processes whom no launcher that
+    Rung knows has started: an older operator of Kubernetes, or a script."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not all(name in os.environ for name in names) or outside_place() is not None or _number("WORLD_SIZE") == 1:
+        return None
+    return " ".join(f"{name}={os.environ[name]}" for name in names)
+
+
 def told_settings() -> list[Told]:
     """What the cluster says of machines and processes to one that starts ranks: the variables from which torchrun takes
-    its own settings (Kubeflow sets them), or those of a Slurm step with a task on each machine."""
-    return _told_by_torch() or _told_by_slurm()
+    its own settings (Kubeflow sets them), and those of a Slurm step with a task on each machine."""
+    torch, slurm = ({told.setting: told for told in found} for found in (_told_by_torch(), _told_by_slurm()))
+    if "nnodes" in torch and "nnodes" in slurm and slurm["nnodes"].value not in torch["nnodes"].value.split(":"):
+        raise ConfigError(
+            f"PET_NNODES={torch['nnodes'].value} is in the environment, and srun has started this command on "
+            f"{slurm['nnodes'].value} machines. Unset PET_NNODES, or use srun --nodes {torch['nnodes'].value}."
+        )
+    return list({**slurm, **torch}.values())
 
 
 def _told_by_torch() -> list[Told]:
@@ -185,8 +207,21 @@ def _told_by_slurm() -> list[Told]:
 def _numbers(names: tuple[str, str, str, str]) -> tuple[int, int, int, int] | None:
     if not all(name in os.environ for name in names):
         return None
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    rank, size, local_rank, local_size = map(_number, names)
+    for name, value, other, limit in ((names[0], rank, names[1], size), (names[2], local_rank, names[3], local_size)):
+        if value >= limit:
+            raise ConfigError(
+                f"{name}={value} and {other}={limit} are in the environment: ranks are counted from 0, and there is "
+                "no such one. Whoever started this process sets both, or neither."
+            )
     return rank, size, local_rank, local_size
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text} is in the environment, where a number should be. Correct or unset it.")
+    return int(text)
 
 
 def environment_size() -> int:
@@ -240,4 +275,4 @@ def outside_attempt() -> int:
 def store_address() -> tuple[str, int, bool]:
     """Host and port of the ranks' store, and whether somebody else than rank 0 keeps it."""
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), kept
+    return os.environ["MASTER_ADDR"], _number("MASTER_PORT"), kept

@@ -12,7 +12,14 @@ import pytest
 from rung import network, store
 from rung.cli import main
 from rung.config import Resolved, RunConfig, resolve
-from rung.environment import environment_local_size, environment_rank, environment_size, outside_place, slurm_step
+from rung.environment import (
+    environment_local_size,
+    environment_rank,
+    environment_size,
+    outside_place,
+    slurm_step,
+    told_settings,
+)
 from rung.errors import ConfigError, EnvironmentProblem
 from rung.launch import meeting
 from rung.launch.outside import fit_to_place, spread
@@ -45,6 +52,12 @@ STEP = {
     "SLURMD_NODENAME": "gpu7",
 }
 ONE_EACH = {**STEP, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)", "SLURM_PROCID": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 KUBEFLOW = {
     "PET_NNODES": "4",
     "PET_NPROC_PER_NODE": "8",
@@ -60,7 +73,7 @@ def _names_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def say(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
-    for name in (*STEP, *KUBEFLOW, "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
+    for name in (*STEP, *KUBEFLOW, *OPEN_MPI, "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -187,6 +200,48 @@ def test_launchers_of_srun_know_how_many_they_are_and_where_they_meet(monkeypatc
     assert (kept.config.nnodes, kept.config.rdzv, line) == ("2:4", "elsewhere:29400", "")
     with pytest.raises(ConfigError, match=r"--nnodes 2 contradicts srun, .* on 3 machines \(SLURM_STEP_NUM_NODES\)"):
         take_told(flags(nnodes="2"))
+
+
+def test_slurm_and_the_variables_of_torchrun_are_both_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, {**ONE_EACH, "PET_NPROC_PER_NODE": "2"})
+    found = {told.setting: told.value for told in told_settings()}
+    assert (found["nnodes"], found["nproc"]) == ("3", "2") and found["rdzv"].startswith("gpu003:")
+    say(monkeypatch, {**ONE_EACH, "PET_NNODES": "4"})
+    with pytest.raises(ConfigError, match=r"PET_NNODES=4 .* srun has started this command on 3 machines"):
+        told_settings()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "abc"}, "OMPI_COMM_WORLD_RANK=abc .* a number should be"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "5"}, "OMPI_COMM_WORLD_RANK=5 and OMPI_COMM_WORLD_SIZE=2"),
+        ({**ONE_EACH, "SLURM_STEP_TASKS_PER_NODE": "x"}, "SLURM_STEP_TASKS_PER_NODE=x .* SLURM_STEP_NUM_TASKS=3"),
+        ({**ONE_EACH, "MASTER_PORT": "abc"}, "MASTER_PORT=abc"),
+    ],
+)
+def test_variables_that_cannot_be_are_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, variables)
+    with pytest.raises(ConfigError, match=message):
+        outside_place()
+    assert main(["train", str(EXAMPLES / "babycnn" / "task.py")]) == 2
+    assert capsys.readouterr().err.startswith("rung: ")
+
+
+def test_ranks_that_no_launcher_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train a model of its own. torchrun, too, takes no notice of these variables."""
+    stray = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    say(monkeypatch, stray)
+    for given in ({}, {"nproc": "2"}):
+        with pytest.raises(ConfigError, match=r"RANK=1 WORLD_SIZE=4 .* --nnodes N --rdzv head:29500"):
+            place_of_command(given)
+    assert place_of_command({"nnodes": "4", "rdzv": "head:29500"}) is None
+    say(monkeypatch, {**stray, "WORLD_SIZE": "1", "RANK": "0"})
+    assert place_of_command({}) is None
+    say(monkeypatch, {**stray, **KUBEFLOW})
+    assert place_of_command({}) is None
 
 
 def test_ranks_meet_on_the_machine_of_task_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ MUCH = (
     "--namespace", "lab", "--gpus-per-node", "8", "--cpus", "16", "--memory", "64Gi", "--shm-size", "8Gi",
     "--volume", "data:/data", "--env", "NCCL_DEBUG=INFO", "--service-account", "trainer", "--image-pull-secret", "key",
     "--node-selector", "gpu=h100", "--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "team=a",
-    "--label", "kueue.x-k8s.io/queue-name=night", "--backoff", "5", "--strategy", "fsdp",
+    "--label", "kueue.x-k8s.io/queue-name=night", "--strategy", "fsdp",
 )  # fmt: skip
 
 
@@ -269,7 +270,22 @@ def test_the_task_goes_along_with_what_it_imports(
         (("--resume", "runs/a"), "--out /runs/RUN: what is there is gone on with"),
         (("--memory", "64 GB"), "--memory 64 GB is no quantity"),
         (("--volume", "data"), "--volume takes CLAIM:/PATH"),
-        (("--volume", "data:/task"), "something else is mounted at /task"),
+        (("--volume", "data:/task/data"), "the task is mounted at /task"),
+        (("--volume", "data:/runs"), "runs is mounted at /runs"),
+        (("--volume", "data:/data:ro"), "--volume takes CLAIM:/PATH"),
+        (("--volume", "data://"), "--volume takes CLAIM:/PATH"),
+        (("--volume", "data:/a/../b"), "--volume takes CLAIM:/PATH"),
+        (("--volume", "My_Claim:/data"), "'My_Claim' cannot be the name"),
+        (("--secret", "My Secret"), "'My Secret' cannot be the name"),
+        (("--namespace", "My NS"), "--namespace 'My NS'"),
+        (("--label", "a b=c"), "'a b' is not what Kubernetes takes there"),
+        (("--node-selector", "a=" + "b" * 64), "at most 63"),
+        (("--toleration", "=v:NoSchedule"), "'' is not what Kubernetes takes there"),
+        (("--out", "/runs/../etc"), "without '..'"),
+        (("--config", "a.toml", "--task-in-image", "/a"), "as flags or with --set"),
+        (("--backoff", "2", "--form", "trainjob"), "leaves to its runtime"),
+        (("--runtime", "mine"), "is for --form trainjob"),
+        (("--set", "keep_best=loss:min", "--set", "eval_every=never"), "eval_every=never asks for none"),
         (("--toleration", "gpu:Sometimes"), "'Sometimes' is none of the effects NoSchedule"),
         (("--backoff", "-1"), "0 times or more"),
         (("--name", "9lives"), "cannot be the name of a job on Kubernetes"),
@@ -286,6 +302,41 @@ def test_what_cannot_be_is_refused(
     capsys: pytest.CaptureFixture[str], task: Path, arguments: tuple[str, ...], told: str
 ) -> None:
     assert told in refusal(capsys, task, "--dry-run", *arguments)
+
+
+def test_files_that_would_be_one_beside_the_task_are_refused(
+    capsys: pytest.CaptureFixture[str], task: Path, tmp_path: Path
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "task.py").write_text("")
+        (tmp_path / folder / "words.txt").write_text(folder)
+    words = [str(tmp_path / folder / "words.txt") for folder in ("a", "b")]
+    told = refusal(capsys, task, "--dry-run", "--ship", words[0], "--ship", words[1])
+    assert all(path in told for path in words) and "the same file" in told
+    assert "the same file" in refusal(capsys, task, "--dry-run", "--ship", str(tmp_path / "a" / "task.py"))
+
+
+def test_a_task_is_submitted_from_its_own_directory(
+    capsys: pytest.CaptureFixture[str], task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where modules that name a file without a directory, as torch has, would seem to lie beside it."""
+    monkeypatch.chdir(task.parent)
+    odd = types.ModuleType("odd")
+    odd.__file__ = "_odd.py"
+    monkeypatch.setitem(sys.modules, "odd", odd)
+    (job,) = of_kind(render(capsys, Path("task.py")), "Job")
+    assert pod_of(job)["containers"][0]["args"][1] == "/task/small/task.py"
+
+
+def test_a_run_is_looked_for_in_the_pods_and_not_here(
+    capsys: pytest.CaptureFixture[str], task: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "volume" / "run").mkdir(parents=True)
+    (tmp_path / "volume" / "run" / "config.toml").write_text("")
+    there = tmp_path / "volume"
+    (job,) = of_kind(render(capsys, task, "--volume", f"here:{there}", "--out", f"{there}/run"), "Job")
+    assert f"{there}/run" in pod_of(job)["containers"][0]["args"]
 
 
 def test_results_need_a_volume(capsys: pytest.CaptureFixture[str], task: Path) -> None:

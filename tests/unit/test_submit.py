@@ -67,6 +67,8 @@ def test_processes_follow_from_gpus_and_the_sizes_of_the_strategy(
 def test_the_words_of_a_job_are_a_command_that_rung_train_takes(task: str) -> None:
     flags = {"batch_size": "20", "shuffle": False, "compile": True, "out": "here", "clip": "0.5"}
     job = describe(asked(task, "fsdp", nodes="2", flags=flags, assignments={"model.width": "8", "nproc": "3"}))
+    dashed = describe(asked(task, "pp2", nodes="2", flags={"split": "-x"}))
+    assert "--split=-x" in dashed.words("head:1")
     assert shlex.join(job.words("head:1")) == (
         "train mine.py --strategy fsdp --nnodes 2 --nproc 3 --rdzv head:1 --out here --resume-if-there --batch-size 20 "
         "--no-shuffle --compile --clip 0.5 --set model.width=8"
@@ -101,6 +103,9 @@ def test_settings_of_a_file_and_of_the_task_count(task: str) -> None:
         ({"assignments": {"model.wdth": "8"}}, "width"),
         ({"flags": {"offload": "cpu"}, "strategy": "ddp", "nodes": "2"}, "shards no parameters"),
         ({"resume": "nowhere"}, "there is no run in nowhere"),
+        ({"assignments": {"keep_best": "loss:min", "eval_every": "never"}}, "eval_every=never asks for none"),
+        ({"name": "***"}, "no letter and no digit"),
+        ({"flags": {"out": "."}}, "names no directory"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_queue(task: str, values: dict[str, Any], message: str) -> None:
@@ -253,6 +258,10 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(task: str, capsys: pytes
         (["--env", "a"], "--env takes KEY=VALUE, not 'a'"),
         (["--notice", "20"], "grace_seconds=30"),
         (["--mem", "64Q"], "a number and K, M, G or T: 64G"),
+        (["--cpus-per-task", "abc"], "is no number of cores"),
+        (["--partition", "a\nrm -rf x"], "nothing that sbatch takes"),
+        (["--sbatch", "no-requeue"], "the script says that itself"),
+        (["--notice", "70000"], "at most 65535"),
         (["--nodes", "2:4", "--nproc", "1"], "Use --nodes 4"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rung.config import SETTINGS, Resolved, RunConfig, check, count_range
-from rung.environment import Place, Step, Told, outside_place, slurm_step, told_settings
+from rung.environment import Place, Step, Told, outside_place, slurm_step, stray_ranks, told_settings
 from rung.errors import ConfigError
 from rung.network import slurm_address, split_endpoint
 from rung.processes import share_of_cores
@@ -23,6 +23,7 @@ def place_of_command(given: Mapping[str, Any]) -> Place | None:
     `given` tell apart.
     """
     place, step = outside_place(), slurm_step()
+    _refuse_stray_ranks(given)
     if place is None or step is None or place != step.place:
         return place
     nproc, nnodes, rdzv = (given.get(name) for name in _MACHINES)
@@ -33,6 +34,18 @@ def place_of_command(given: Mapping[str, Any]) -> Place | None:
     if not only_one_each:
         raise ConfigError(_several_tasks(step, given))
     return None
+
+
+def _refuse_stray_ranks(given: Mapping[str, Any]) -> None:
+    """Without a word of several machines, each of the processes would train a model of its own."""
+    found = stray_ranks()
+    if found is None or any(given.get(name) is not None for name in ("nnodes", "rdzv")) or told_settings():
+        return
+    at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    raise ConfigError(
+        f"{found} are in the environment, and neither torchrun nor mpirun nor srun has set them. Start one launcher on "
+        f"each machine, `rung train --nnodes N --rdzv {at} ...`, or each process by torchrun, or unset them."
+    )
 
 
 def _several_tasks(step: Step, given: Mapping[str, Any]) -> str:

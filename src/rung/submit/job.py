@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rung.agreement import refuse_contradictions
+from rung.agreement import refuse_best_without_evaluation, refuse_contradictions
 from rung.best import parse_best
 from rung.config import RunConfig, count_range, resolve
 from rung.errors import ConfigError, StrategyError
@@ -84,11 +84,12 @@ class Job:
         return ["train", self.task, *self.own_words(rdzv), "--resume-if-there", *self.settings]
 
 
-def describe(asked: Asked, *, may_shrink: bool = False, is_installed: bool = False) -> Job:
+def describe(asked: Asked, *, may_shrink: bool = False, is_installed: bool = False, is_elsewhere: bool = False) -> Job:
     """The job that was asked for.
 
     With `may_shrink`, a strategy that names its size takes as few nodes as it needs. `is_installed` says that the nodes
-    run this very installation, so that what is missing here is missing there.
+    run this very installation, so that what is missing here is missing there; `is_elsewhere`, that the run's directory
+    is not one of this machine.
     """
     task = load_task(asked.task)
     if asked.gpus < 0:
@@ -117,8 +118,11 @@ def describe(asked: Asked, *, may_shrink: bool = False, is_installed: bool = Fal
     if layout.kind == "ddp+ps":
         task.remote_patterns()
     task.bind(resolved.arguments)
+    refuse_best_without_evaluation(task, config)
     out = str(run) if run is not None else config.out or new_run_name(task.name, layout.name)
-    if run is None and (Path(out) / old_run.CONFIG).exists():
+    if Path(out).name in ("", ".."):
+        raise ConfigError(f"--out {out} names no directory for the run. Give it one, as in --out runs/first.")
+    if run is None and not is_elsewhere and (Path(out) / old_run.CONFIG).exists():
         raise ConfigError(f"{out} holds a run already. Go on with it: --resume {out}. Or choose another --out.")
     return Job(
         name=_label(asked.name or f"{task.name}-{strategy}"),
@@ -224,7 +228,12 @@ def _settings(asked: Asked) -> tuple[str, ...]:
         flag = name.replace("_", "-")
         if value is None or name in _OWN:
             continue
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif str(value).startswith("-"):  # would be taken for a flag
+            words.append(f"--{flag}={value}")
+        else:
+            words += [f"--{flag}", str(value)]
     if asked.config_file is not None:
         words += ["--config", asked.config_file]
     for key, text in asked.assignments.items():
@@ -235,4 +244,7 @@ def _settings(asked: Asked) -> tuple[str, ...]:
 
 def _label(text: str) -> str:
     """A name that every scheduler takes."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].rstrip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].rstrip("-")
+    if not name:
+        raise ConfigError(f"--name {text!r} has no letter and no digit.")
+    return name

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rung.errors import ConfigError
 from rung.submit.flags import add_job, asked_of, pair_of
+from rung.submit.names import refuse_names
 
 if TYPE_CHECKING:
     from rung.submit.job import Job
@@ -60,10 +61,8 @@ def add_kubernetes(kinds: Any) -> None:
         cluster.add_argument(f"--{flag}", action="append", default=[], metavar=metavar, help=told)
     cluster.add_argument("--task-in-image", metavar="PATH", help="where the image has the task; nothing goes along")
     cluster.add_argument("--service-account", metavar="NAME", help="of the pods (default: none, and no key to the API)")
-    cluster.add_argument("--backoff", type=int, default=3, metavar="N", help="failures that each pod has (default 3)")
-    cluster.add_argument(
-        "--runtime", default="torch-distributed", metavar="NAME", help="of a TrainJob (default torch-distributed)"
-    )
+    cluster.add_argument("--backoff", type=int, metavar="N", help="failures that each pod has (default 3)")
+    cluster.add_argument("--runtime", metavar="NAME", help="of a TrainJob (default torch-distributed)")
     add_job(parser)
     parser.set_defaults(call=_submit)
 
@@ -80,7 +79,7 @@ def _submit(options: argparse.Namespace) -> int:
             f"--resume {asked.resume} lies where this machine does not look. Name the run by its directory in the "
             f"pods, as in --out {cluster.volumes[0][1]}/RUN: what is there is gone on with."
         )
-    job = describe(asked)
+    job = describe(asked, is_elsewhere=True)
     _refuse(job, cluster)
     files = {} if options.task_in_image else _files_of(asked.task, asked.config_file, options.ship)
     job = _in_pods(job, cluster, asked.flags.get("out"), asked.config_file, options.task_in_image)
@@ -116,11 +115,20 @@ def _cluster_of(options: argparse.Namespace) -> Cluster:
         effect = text.partition(":")[2]
         if effect and effect not in _EFFECTS:
             raise ConfigError(f"--toleration {text}: {effect!r} is none of the effects {', '.join(_EFFECTS)}.")
-    if options.backoff < 0:
+    if options.backoff is not None and options.form == "trainjob":
+        raise ConfigError("--backoff counts failures of pods, which a TrainJob leaves to its runtime. Leave it out.")
+    if options.runtime is not None and options.form != "trainjob":
+        raise ConfigError(f"--runtime {options.runtime} is for --form trainjob, and this is a {options.form}.")
+    if options.backoff is not None and options.backoff < 0:
         raise ConfigError(f"--backoff {options.backoff}: a pod may fail 0 times or more.")
     if options.task_in_image and options.ship:
         raise ConfigError("--ship sends files with the task, and --task-in-image says that it is there already.")
-    return Cluster(
+    if options.task_in_image and options.config:
+        raise ConfigError(
+            f"--config {options.config} would go along with the task, and --task-in-image says that it is there "
+            "already. Give what the file says as flags or with --set."
+        )
+    cluster = Cluster(
         image=options.image,
         volumes=tuple(_volume_of(text) for text in options.volume),
         form=options.form,
@@ -134,20 +142,18 @@ def _cluster_of(options: argparse.Namespace) -> Cluster:
         node_selector=tuple(pair_of(text, "--node-selector") for text in options.node_selector),
         tolerations=tuple(options.toleration),
         labels=tuple(pair_of(text, "--label") for text in options.label),
-        backoff=options.backoff,
-        runtime=options.runtime,
+        **({"backoff": options.backoff} if options.backoff is not None else {}),
+        **({"runtime": options.runtime} if options.runtime is not None else {}),
     )
+    refuse_names(cluster)
+    return cluster
 
 
 def _volume_of(text: str) -> tuple[str, str]:
-    from rung.submit.pods import TASK_FOLDER
-
-    claim, _, path = text.partition(":")
-    if not claim or not PurePosixPath(path).is_absolute() or path == "/":
+    claim, colon, path = text.partition(":")
+    if not claim or not colon:
         raise ConfigError(f"--volume takes CLAIM:/PATH, as in runs:/runs, not {text!r}.")
-    if PurePosixPath(path) in (PurePosixPath(TASK_FOLDER), PurePosixPath("/dev/shm")):
-        raise ConfigError(f"--volume {text}: something else is mounted at {path}. Choose another path.")
-    return claim, path.rstrip("/")
+    return claim, f"/{path.strip('/')}" if path.startswith("/") else path
 
 
 def _refuse(job: Job, cluster: Cluster) -> None:
@@ -195,17 +201,30 @@ def _files_of(task: str, config_file: str | None, further: list[str]) -> dict[st
     file = _task_file(task)
     folder = file.parent
     modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    paths = {file, *(Path(name).resolve() for name in modules if name is not None)}
-    found = {}
+    # torch has modules whose file is a name alone.
+    paths = {file, *(Path(name).resolve() for name in modules if name is not None and Path(name).is_absolute())}
+    found: dict[str, str] = {}
+    origins: dict[str, Path] = {}
     for path in sorted(path for path in paths if path.is_relative_to(folder) and path.suffix == ".py"):
         if not {"site-packages", ".venv"} & set(path.parts):
-            found[str(PurePosixPath(folder.name, path.relative_to(folder)))] = _text_of(path)
+            _take_along(path, path.relative_to(folder), folder.name, found, origins)
     for name in [*further, *([config_file] if config_file is not None else [])]:
         path = Path(name).resolve()
         inside = path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
-        found[str(PurePosixPath(folder.name, inside))] = _text_of(path)
+        _take_along(path, inside, folder.name, found, origins)
     _refuse_files(found)
     return found
+
+
+def _take_along(path: Path, inside: Path, folder: str, found: dict[str, str], origins: dict[str, Path]) -> None:
+    """`inside` is its place beside the task in the pods, where no other file may be."""
+    from rung.submit.pods import key_of
+
+    name = str(PurePosixPath(folder, inside))
+    other = origins.setdefault(key_of(name), path)
+    if other != path:
+        raise ConfigError(f"{other} and {path} would be the same file beside the task. Give one of them another name.")
+    found[name] = _text_of(path)
 
 
 def _task_file(task: str) -> Path:
@@ -241,6 +260,8 @@ def _in_pods(job: Job, cluster: Cluster, out: str | None, config_file: str | Non
     from rung.submit.pods import TASK_FOLDER
 
     paths = [path for _, path in cluster.volumes]
+    if out is not None and ".." in PurePosixPath(out).parts:
+        raise ConfigError(f"--out {out}: say where that is, without '..'.")
     if out is None:
         out = f"{paths[0]}/{PurePosixPath(job.out).name}"
     elif not any(PurePosixPath(out).is_relative_to(path) for path in paths):

@@ -65,7 +65,7 @@ def task_map(job: Job, cluster: Cluster, files: Mapping[str, str]) -> dict[str, 
         "kind": "ConfigMap",
         "metadata": metadata(job, cluster, f"{job.name}-task"),
         "immutable": True,
-        "data": {_key(path): text for path, text in files.items()},
+        "data": {key_of(path): text for path, text in files.items()},
     }
 
 
@@ -194,7 +194,7 @@ def volumes(job: Job, cluster: Cluster, files: Mapping[str, str]) -> list[dict[s
     ]
     task = {
         "name": "task",
-        "configMap": {"name": f"{job.name}-task", "items": [{"key": _key(path), "path": path} for path in files]},
+        "configMap": {"name": f"{job.name}-task", "items": [{"key": key_of(path), "path": path} for path in files]},
     }
     return [{"name": "shared-memory", "emptyDir": memory}, *claims, *([task] if files else [])]
 
@@ -248,7 +248,7 @@ def _toleration(text: str) -> dict[str, str]:
     return {"key": key, **told, **_some(effect=effect)}
 
 
-def _key(path: str) -> str:
+def key_of(path: str) -> str:
     return "__".join(PurePosixPath(path).parts)
 
 

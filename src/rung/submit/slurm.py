@@ -38,9 +38,10 @@ _HELPS = {
 _TAKEN = {
     "job-name": "--name", "nodes": "--nodes", "gpus-per-node": "--gpus-per-node", "array": "--strategies",
     "signal": "--notice", "ntasks-per-node": "", "ntasks": "", "chdir": "", "wrap": "", "parsable": "", "requeue": "",
+    "no-requeue": "",
     "open-mode": "",
 }  # fmt: skip
-_NOTICE = 120
+_NOTICE, _MOST_NOTICE = 120, 65535
 
 
 def add_slurm(kinds: Any) -> None:
@@ -92,6 +93,8 @@ def _slurm(options: argparse.Namespace) -> int:
         )
     base = jobs[0].out.rstrip("/") if len(jobs) == 1 else str(Path(jobs[0].out).parent)  # beside the runs
     notice = options.notice if options.notice is not None else max(_NOTICE, jobs[0].grace_seconds + 30)
+    if notice > _MOST_NOTICE:
+        raise ConfigError(f"--notice {notice}: Slurm takes at most {_MOST_NOTICE}.")
     if notice <= jobs[0].grace_seconds:
         raise ConfigError(
             f"--notice {notice} is no longer than grace_seconds={jobs[0].grace_seconds}, which saving may take. Use "
@@ -154,6 +157,10 @@ def _options_of(options: argparse.Namespace) -> dict[str, str | None]:
         value = getattr(options, key.replace("-", "_"))
         if value is not None:
             found[key] = value
+        if value is not None and (not value or "\n" in value):
+            raise ConfigError(f"--{key} {value!r} is nothing that sbatch takes.")
+    if not re.fullmatch(r"[1-9]\d*", found.get("cpus-per-task") or "1"):
+        raise ConfigError(f"--cpus-per-task {found['cpus-per-task']!r} is no number of cores.")
     if not re.fullmatch(r"\d+[KMGT]?", found.get("mem") or "0", re.IGNORECASE):
         raise ConfigError(f"--mem {found['mem']!r} is no size of Slurm's. It takes a number and K, M, G or T: 64G.")
     for text in options.sbatch:

@@ -1,0 +1,70 @@
+"""Names, labels and paths that an API server would refuse, refused before it is asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from rung.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rung.submit.pods import Cluster
+
+_WORD = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$){_WORD}(\.{_WORD})*")
+_NAMESPACE = re.compile(rf"(?=.{{1,63}}$){_WORD}")
+_MARK = "(?=[^/]{1,63}$)[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?"
+_KEY = re.compile(rf"({_WORD}(\.{_WORD})*/)?{_MARK}")
+_VALUE = re.compile(f"({_MARK})?")
+
+
+def refuse_names(cluster: Cluster) -> None:
+    """What was asked of a cluster, flag by flag."""
+    if not cluster.image or any(letter.isspace() for letter in cluster.image):
+        raise ConfigError(f"--image {cluster.image!r} is no image.")
+    named = {
+        "volume": [claim for claim, _ in cluster.volumes],
+        "secret": cluster.secrets,
+        "image-pull-secret": cluster.pull_secrets,
+        "service-account": [cluster.service_account] if cluster.service_account is not None else [],
+        "runtime": [cluster.runtime],
+    }
+    for flag, names in named.items():
+        for name in names:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"--{flag}: {name!r} cannot be the name of anything on Kubernetes: small letters, digits, hyphens."
+                )
+    if cluster.namespace is not None and not _NAMESPACE.fullmatch(cluster.namespace):
+        raise ConfigError(f"--namespace {cluster.namespace!r}: names have small letters, digits and hyphens.")
+    for flag, pairs in {"label": cluster.labels, "node-selector": cluster.node_selector}.items():
+        for key, value in pairs:
+            _refuse_mark(f"--{flag} {key}={value}", key, value)
+    for text in cluster.tolerations:
+        key, equals, value = text.partition(":")[0].partition("=")
+        if key or equals:  # without any, it is for all taints
+            _refuse_mark(f"--toleration {text}", key, value)
+    _refuse_paths(cluster)
+
+
+def _refuse_mark(what: str, key: str, value: str) -> None:
+    for text, form in ((key, _KEY), (value, _VALUE)):
+        if not form.fullmatch(text):
+            raise ConfigError(
+                f"{what}: {text!r} is not what Kubernetes takes there: letters, digits, '-', '_' and '.', at most 63."
+            )
+
+
+def _refuse_paths(cluster: Cluster) -> None:
+    from rung.submit.pods import TASK_FOLDER
+
+    taken = {PurePosixPath(TASK_FOLDER): "the task", PurePosixPath("/dev/shm"): "shared memory"}
+    for claim, path in cluster.volumes:
+        place = PurePosixPath(path)
+        if not place.is_absolute() or place == PurePosixPath("/") or ".." in place.parts or ":" in path:
+            raise ConfigError(f"--volume takes CLAIM:/PATH, as in runs:/runs, not {claim + ':' + path!r}.")
+        for other, what in taken.items():
+            if place.is_relative_to(other):
+                raise ConfigError(f"--volume {claim}:{path}: {what} is mounted at {other}. Choose another path.")
+        taken[place] = claim
