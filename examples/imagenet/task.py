@@ -29,6 +29,8 @@ def model(arch="resnet18", classes=10, size=0):
         return timm.create_model(name, num_classes=classes, **({"img_size": size} if size else {}))
     models = import_torchvision().models
     refuse_unknown(arch, models.list_models(module=models), "torchvision")
+    if size and not arch.startswith("vit"):
+        raise ValueError(f"{arch} takes images of any size: leave model.size out, and set train_data.size")
     more = {"image_size": size} if size else {}
     if arch in ("googlenet", "inception_v3"):
         more |= {"aux_logits": False, "init_weights": True}  # one output, as all others have
@@ -36,6 +38,8 @@ def model(arch="resnet18", classes=10, size=0):
 
 
 def train_data(root="", size=32, classes=10, count=1024, augment=True):
+    if size < 1 or classes < 1 or count < 1:
+        raise ValueError("train_data.size, train_data.classes and train_data.count are at least 1")
     if root:
         return image_folder(root, "train", size, classes, augment)
     return Patterns(size, classes, count, augment, first=0)
@@ -122,9 +126,10 @@ class Patterns(Dataset):
 def image_folder(root, part, size, classes, augment):
     """A directory with a subdirectory of images for each class: `root`/`part`, or `root` itself."""
     torchvision = import_torchvision()
-    folder = Path(root, part) if Path(root, part).is_dir() else Path(root)
+    is_parted = Path(root, "train").is_dir() or Path(root, "val").is_dir()
+    folder = Path(root, part) if is_parted else Path(root)
     if not folder.is_dir():
-        raise ValueError(f"there is no directory {root}; it should hold train/ and val/, with a directory a class")
+        raise ValueError(f"there is no directory {folder}; {root} should hold train/ and val/, with a directory a class")
     names = classes_of(folder)
     if not names:
         raise ValueError(f"{folder} has no subdirectories; each class of images should have one")
