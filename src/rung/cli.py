@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.call(options))
     except JobFailed as error:
         sys.stderr.write(f"{error}\n")
-        return 1
+        return 2 if error.is_mistake else 1
     except RungError as error:
         _leave_word_to_main()
         sys.stderr.write(f"rung: {error}\n")

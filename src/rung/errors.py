@@ -50,7 +50,12 @@ class ReportError(RungError):
 
 
 class JobFailed(RungError):
-    """A launched job ended with a failure; the message is the report of it."""
+    """A launched job ended with a failure; the message is the report of it. `is_mistake` if ranks found, before they
+    trained, that what was asked cannot be."""
+
+    def __init__(self, report: str, *, is_mistake: bool = False) -> None:
+        super().__init__(report)
+        self.is_mistake = is_mistake
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

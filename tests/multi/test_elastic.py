@@ -176,7 +176,7 @@ def test_failures_without_progress_end_the_job_with_the_report(launcher: Server,
 def test_a_mistake_that_stays_is_not_tried_again(launcher: Server, folder: Path) -> None:
     (folder / "task.py").write_text(TASK + "\n\ndef train_data():\n    return TensorDataset(torch.empty(0, 4))\n")
     outcome = launcher.run(folder, "--max-restarts", "3", nproc="2")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "going on" not in outcome.output
 
 

@@ -78,7 +78,7 @@ def launch(
     if outcome.kind != "finished" and (outcome.kind == "stopped" or signals.asked is not None):
         raise Stopped(agent.step, is_saved=outcome.kind == "stopped", why=outcome.headline)
     if outcome.kind == "failed":
-        raise JobFailed(outcome.report)
+        raise JobFailed(outcome.report, is_mistake=outcome.is_mistake)
     return summary, view
 
 

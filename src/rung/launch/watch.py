@@ -45,6 +45,7 @@ class Outcome:
     wanted: int | None = None  # processes that this machine is to go on with
     culprits: int = 0  # ranks of this machine that fell by themselves
     is_final: bool = False  # to start again would only bring the same
+    is_mistake: bool = False  # in what was asked, which ranks found before they trained
     memory: str = ""  # what filled it, if a rank ran out
     smaller: int | None = None  # the micro-batch to go on with then
 
@@ -184,14 +185,15 @@ class Watch:
         first = first_to_fail(failures, statuses, ranks.deaths)
         record = failures.get(first) if first is not None else None
         # Once steps were made, it may have been the moment's fault; a restart finds out.
-        is_final = record is not None and record.step <= 1 and record.summary.startswith(_FINAL)
+        is_mistake = record is not None and record.step <= 1 and record.summary.startswith(_FINAL)
         short = next((told for told in failures.values() if told.smaller is not None), None)
         return Outcome(
             "failed",
             ranks.step(),
             text,
             culprits=len(own),
-            is_final=is_final,
+            is_final=is_mistake,
+            is_mistake=is_mistake,
             memory=short.memory[0] if short is not None and short.memory else "",
             smaller=short.smaller if short is not None else None,
         )
