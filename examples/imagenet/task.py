@@ -129,7 +129,7 @@ def image_folder(root, part, size, classes, augment):
     is_parted = Path(root, "train").is_dir() or Path(root, "val").is_dir()
     folder = Path(root, part) if is_parted else Path(root)
     if not folder.is_dir():
-        raise ValueError(f"there is no directory {folder}; {root} should hold train/ and val/, with a directory a class")
+        raise ValueError(f"there is no directory {folder}; {root} should hold train/ and val/, one directory a class")
     names = classes_of(folder)
     if not names:
         raise ValueError(f"{folder} has no subdirectories; each class of images should have one")

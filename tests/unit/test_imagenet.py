@@ -141,6 +141,13 @@ def test_a_directory_that_would_not_do_is_refused(
 
 
 @needs_torchvision
+def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder_of_images(tmp_path, {"train": ["a", "b"]})
+    with pytest.raises(ValueError, match=r"there is no directory \S+/val;"):
+        TASK.bind({"eval_data.root": str(tmp_path)}).eval_data()  # type: ignore[misc]
+
+
+@needs_torchvision
 @pytest.mark.parametrize("arch", ["resnet18", "vit_b_16", "inception_v3", "timm/resnet18"])
 def test_any_architecture_gives_a_logit_a_class(arch: str) -> None:
     if arch.startswith("timm/"):
