@@ -1,6 +1,6 @@
 """Image classification as ImageNet has it: any architecture of torchvision or timm, a directory of images or none.
 
-    rung train examples/imagenet/task.py --strategy ddp --nproc 2                       # generated images, a minute
+    rung train examples/imagenet/task.py --strategy ddp --nproc 2                       # generated images, a minute or two
     rung train examples/imagenet/task.py --config examples/imagenet/resnet50.toml \\
         --set train_data.root=DIR --set eval_data.root=DIR                              # DIR/train and DIR/val
 
