@@ -177,7 +177,7 @@ def sentences(figures: dict[str, Any]) -> dict[str, str]:
         f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}, {figures['date']}; "
         f"{figures['repeats']} x {figures['steps']} steps of each, in turns, of which the first five do not count."
     )
-    if machine["load_average_before"] > machine["cores"] / 4:
+    if machine["load_average_before"] > machine["cores"] / 3:
         found["machine"] += (
             f" The machine had been busy when this began (load {machine['load_average_before']}): memory and bytes "
             "hold, speeds may be too low."
