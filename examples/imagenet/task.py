@@ -1,8 +1,8 @@
 """Image classification as ImageNet has it: any architecture of torchvision or timm, a directory of images or none.
 
-    rung train examples/imagenet/task.py --strategy ddp --nproc 2                       # generated images, a minute or two
+    rung train examples/imagenet/task.py --strategy ddp --nproc 2                 # generated images, a minute or two
     rung train examples/imagenet/task.py --config examples/imagenet/resnet50.toml \\
-        --set train_data.root=DIR --set eval_data.root=DIR                              # DIR/train and DIR/val
+        --set train_data.root=DIR --set eval_data.root=DIR                        # DIR/train and DIR/val
 
 Images travel as bytes and are normalised on the device, which is a quarter of the memory and of the way to a GPU.
 """
