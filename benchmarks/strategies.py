@@ -118,16 +118,16 @@ def main() -> None:
     options = parser.parse_args()
     file = options.show or options.out
     if options.show is None:
+        facts = machine_facts("cpu")  # before the load of our own
         for name in options.cases:
             found = json.loads(file.read_text()) if file.exists() else {}
-            found[name] = measure(CASES[name], options.steps, options.repeats)
+            found[name] = measure(CASES[name], options.steps, options.repeats, facts)
             file.write_text(json.dumps({key: found[key] for key in CASES if key in found}, indent=1) + "\n")
     _PAGE.write_text(fill_in(_PAGE.read_text(), tables(json.loads(file.read_text()))))
     print(f"{file} -> {_PAGE}")
 
 
-def measure(case: Case, steps: int, repeats: int) -> dict[str, Any]:
-    facts = machine_facts("cpu")  # before the load of our own
+def measure(case: Case, steps: int, repeats: int, facts: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "compare.json")
         asked = ["compare", f"examples/{case.task}/task.py", "--nproc", str(case.processes), "--device", "cpu"]
