@@ -170,12 +170,20 @@ def told_settings() -> list[Told]:
     """What the cluster says of machines and processes to one that starts ranks: the variables from which torchrun takes
     its own settings (Kubeflow sets them), and those of a Slurm step with a task on each machine."""
     torch, slurm = ({told.setting: told for told in found} for found in (_told_by_torch(), _told_by_slurm()))
-    if "nnodes" in torch and "nnodes" in slurm and slurm["nnodes"].value not in torch["nnodes"].value.split(":"):
+    if "nnodes" in torch and "nnodes" in slurm and not _holds(torch["nnodes"].value, slurm["nnodes"].value):
         raise ConfigError(
             f"PET_NNODES={torch['nnodes'].value} is in the environment, and srun has started this command on "
             f"{slurm['nnodes'].value} machines. Unset PET_NNODES, or use srun --nodes {torch['nnodes'].value}."
         )
     return list({**slurm, **torch}.values())
+
+
+def _holds(text: str, number: str) -> bool:
+    """Whether a number is, or is within, what is said as N or MIN:MAX. Anything else is refused where it is read."""
+    least, _, most = text.partition(":")
+    if not (least.isdecimal() and (most or least).isdecimal()):
+        return True
+    return int(least) <= int(number) <= int(most or least)
 
 
 def _told_by_torch() -> list[Told]:

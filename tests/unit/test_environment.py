@@ -206,6 +206,8 @@ def test_slurm_and_the_variables_of_torchrun_are_both_heard(monkeypatch: pytest.
     say(monkeypatch, {**ONE_EACH, "PET_NPROC_PER_NODE": "2"})
     found = {told.setting: told.value for told in told_settings()}
     assert (found["nnodes"], found["nproc"]) == ("3", "2") and found["rdzv"].startswith("gpu003:")
+    say(monkeypatch, {**ONE_EACH, "PET_NNODES": "1:4"})
+    assert {told.setting: told.value for told in told_settings()}["nnodes"] == "1:4"
     say(monkeypatch, {**ONE_EACH, "PET_NNODES": "4"})
     with pytest.raises(ConfigError, match=r"PET_NNODES=4 .* srun has started this command on 3 machines"):
         told_settings()

@@ -271,7 +271,7 @@ def test_the_task_goes_along_with_what_it_imports(
         (("--memory", "64 GB"), "--memory 64 GB is no quantity"),
         (("--volume", "data"), "--volume takes CLAIM:/PATH"),
         (("--volume", "data:/task/data"), "the task is mounted at /task"),
-        (("--volume", "data:/runs"), "runs is mounted at /runs"),
+        (("--volume", "data:/runs"), "runs is mounted there"),
         (("--volume", "data:/data:ro"), "--volume takes CLAIM:/PATH"),
         (("--volume", "data://"), "--volume takes CLAIM:/PATH"),
         (("--volume", "data:/a/../b"), "--volume takes CLAIM:/PATH"),
@@ -327,6 +327,12 @@ def test_a_task_is_submitted_from_its_own_directory(
     monkeypatch.setitem(sys.modules, "odd", odd)
     (job,) = of_kind(render(capsys, Path("task.py")), "Job")
     assert pod_of(job)["containers"][0]["args"][1] == "/task/small/task.py"
+
+
+def test_a_volume_may_lie_inside_another(capsys: pytest.CaptureFixture[str], task: Path) -> None:
+    (job,) = of_kind(render(capsys, task, "--volume", "data:/runs/data"), "Job")
+    mounts = [mount["mountPath"] for mount in pod_of(job)["containers"][0]["volumeMounts"]]
+    assert {"/runs", "/runs/data"} <= set(mounts)
 
 
 def test_a_run_is_looked_for_in_the_pods_and_not_here(

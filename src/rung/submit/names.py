@@ -59,12 +59,15 @@ def _refuse_mark(what: str, key: str, value: str) -> None:
 def _refuse_paths(cluster: Cluster) -> None:
     from rung.submit.pods import TASK_FOLDER
 
-    taken = {PurePosixPath(TASK_FOLDER): "the task", PurePosixPath("/dev/shm"): "shared memory"}
+    own = {PurePosixPath(TASK_FOLDER): "the task", PurePosixPath("/dev/shm"): "shared memory"}
+    taken: dict[PurePosixPath, str] = {}
     for claim, path in cluster.volumes:
         place = PurePosixPath(path)
         if not place.is_absolute() or place == PurePosixPath("/") or ".." in place.parts or ":" in path:
             raise ConfigError(f"--volume takes CLAIM:/PATH, as in runs:/runs, not {claim + ':' + path!r}.")
-        for other, what in taken.items():
+        for other, what in own.items():
             if place.is_relative_to(other):
                 raise ConfigError(f"--volume {claim}:{path}: {what} is mounted at {other}. Choose another path.")
+        if place in taken:
+            raise ConfigError(f"--volume {claim}:{path}: {taken[place]} is mounted there. Choose another path.")
         taken[place] = claim
