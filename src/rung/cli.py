@@ -45,13 +45,16 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown.group(1).partition("=")[0]
             known = [option for action in self._all_actions() for option in action.option_strings]
-            match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+            own = [option for action in self._asked()._actions for option in action.option_strings]
+            match = [
+                *difflib.get_close_matches(word, own, n=1, cutoff=0.5),
+                *difflib.get_close_matches(word, known, n=1, cutoff=0.5),
+            ]
             setting = word.lstrip("-").replace("-", "_")
             hint = f" Did you mean {match[0]!r}?" if match else ""
             if setting in SETTINGS and setting not in FLAGS:
                 hint = f" It is a setting without a flag: --set {setting}=VALUE."
             if word in known and (owners := self._owners(word)):
-                own = [option for action in self._asked()._actions for option in action.option_strings]
                 match = difflib.get_close_matches(word, own, n=1, cutoff=0.85)
                 hint = f" Did you mean {match[0]!r}?" if match else f" It is a flag of {', '.join(owners)}."
             message = f"there is no argument {word!r}{' here' * (word in known)}.{hint}"

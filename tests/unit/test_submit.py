@@ -323,6 +323,10 @@ def test_a_flag_of_rung_train_that_is_another_one_here(
     with pytest.raises(SystemExit):
         main()
     assert "'--partition' here. It is a flag of rung submit slurm.\n" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["rung", "train", task, "--strategi", "ddp"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "Did you mean '--strategy'?" in capsys.readouterr().err  # `rung compare` has one that is nearer
 
 
 def test_the_document_shows_the_script_that_its_command_prints(
