@@ -37,6 +37,12 @@ class RunConfig:
     )
     nnodes: str = _setting("1", "machines of the job, or MIN:MAX; each starts the same command", str, flag=True)
     rdzv: str | None = _setting(None, "where the machines of a job meet", str, flag=True)
+    rdzv_key: str | None = _setting(
+        None,
+        "file with the secret that the machines of a job share; default: RUNG_RDZV_KEY, or ~/.config/rung/key",
+        str,
+        flag=True,
+    )
     batch_size: int = _setting(32, "samples in one step, over all processes", int, flag=True)
     micro_batch: int | None = _setting(
         None, "samples a process takes at a time; the rest of its share is accumulated", int, flag=True

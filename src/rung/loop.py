@@ -33,6 +33,12 @@ class Summary:
     stopped: bool = False  # asked to leave: state saved, not at the end
     best: Best | None = None  # evaluation, by the setting keep_best
 
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Summary:
+        """From what `asdict` makes of one."""
+        kinds: dict[str, type] = {"last": StepRecord, "evaluation": EvalRecord, "best": Best}
+        return cls(**{k: kinds[k](**v) if k in kinds and v is not None else v for k, v in told.items()})
+
 
 def run(
     runtime: Runtime,

@@ -42,8 +42,8 @@ def choose(folders: Mapping[str, Path], world: World, sites: Sites) -> Checkpoin
     Each rank checks some of the files. What is wrong with newer states is said by the main rank. Where sites have
     different files, they are passed on.
     """
-    own = {(step, kind) for kind, folder in folders.items() for step in steps_in(folder)} if sites.is_leader else set()
-    candidates = sorted({found for told in world.gather_objects(own) for found in told}, reverse=True)
+    own = [(step, kind) for kind, folder in folders.items() for step in steps_in(folder)] if sites.is_leader else []
+    candidates = sorted({(step, kind) for told in world.gather_objects(own) for step, kind in told}, reverse=True)
     for step, kind in candidates:
         folder = folder_of(folders[kind], step)
         content, problem = _content(folder, world, sites)

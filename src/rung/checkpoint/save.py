@@ -132,7 +132,7 @@ class Saver:
             error = f"{words} ({problem.filename})" if problem.filename else words
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-        told: list[Any] = gather_in(self._group, (result, error), self._world)
+        told = gather_in(self._group, (result, error))
         failed = [f"rank {rank} could not {what}: {error}" for rank, (_, error) in enumerate(told) if error is not None]
         if failed:
             raise CheckpointError(failed[0])
