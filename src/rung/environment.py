@@ -36,6 +36,8 @@ _PET = {
     "rdzv": "PET_RDZV_ENDPOINT",
     "max_restarts": "PET_MAX_RESTARTS",
 }
+# The key of a job of several machines, by which its launchers know each other's messages; `rung submit` provides it.
+KEY_VARIABLE = "RUNG_RDZV_KEY"
 _SLURM_PORTS = range(15000, 25000)  # below those that systems give away by themselves
 
 
