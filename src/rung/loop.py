@@ -194,9 +194,12 @@ class _Loop:
         try:
             with self._pulse.paused():
                 metrics = self._runtime.evaluate(self._interruptible(self._evaluation()))
-        except _AskedToStop:
-            generators.restore()  # it will be done again from its beginning
+        except BaseException as error:
+            # It will be done again from its beginning, here or, after a failure, from the state that is rescued.
+            generators.restore()
             self._position = replace(position, evaluation_due=True)
+            if not isinstance(error, _AskedToStop):
+                raise
             return False
         self._position = replace(position, evaluation_due=False)
         if self._keeper is not None:

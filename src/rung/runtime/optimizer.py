@@ -94,7 +94,7 @@ class LocalScaler(torch.amp.GradScaler):
 
         The largest flag and not their sum: torch's fused kernels skip a step at exactly 1, and at 2 they take it.
         """
-        found = self._found_inf_per_device(optimizer)
+        found: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
         flag = torch.zeros(1, device=device)
         for value in found.values():
             flag = torch.maximum(flag, value.to(device).reshape(1))
