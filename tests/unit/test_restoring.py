@@ -302,6 +302,26 @@ def test_what_the_task_says_otherwise_is_told_in_one_line(tmp_path: Path, before
         assert rates == [rate]  # the checkpoint's, as the line says
 
 
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [(["bias"], "layer.weight is group 1 in the task and group 0 in the checkpoint (and 1 more parameters): the"),
+     ([], "layer.weight is in no group in the task and group 0 in the checkpoint: the task's groups are used")],
+)  # fmt: skip
+def test_parameters_that_changed_their_group_are_told_of(tmp_path: Path, first: list[str], words: str) -> None:
+    def make(names: list[str]) -> Any:
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            rest = {"weight", "bias"} - set(names) if names else {"bias"}
+            groups = [[getattr(model.layer, name) for name in some] for some in (names, sorted(rest))]
+            return torch.optim.SGD([{"params": some} for some in groups], lr=0.1)
+
+        return optimizer
+
+    before, after = (image_task(model=Plain, optimizer=make(names), schedule=None) for names in (["weight"], first))
+    _steps(before, tmp_path, 0, 4)
+    notes = _steps(after, tmp_path, 4, 5)[0].notes
+    assert any(words in note for note in notes), notes
+
+
 def test_another_schedule_is_refused_unless_it_begins_anew(tmp_path: Path) -> None:
     tasks = [image_task(model=Plain, optimizer=_adamw(0.01), schedule=made) for made in (_cosine(0.0), _warm(0.8))]
     _steps(tasks[0], tmp_path, 0, 4)

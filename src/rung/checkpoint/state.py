@@ -26,6 +26,7 @@ from rung.errors import CheckpointError
 from rung.generators import restore_generators, save_generators
 from rung.parallel.materialize import is_absent
 from rung.runtime.mesh import MeshRuntime
+from rung.runtime.optimizer import members_of
 from rung.strategy import Layout
 from rung.world import World
 
@@ -107,7 +108,13 @@ def small_state(runtime: MeshRuntime) -> dict[str, Any]:
             schedule = "replay"
     scaler = runtime.scaler
     return {
-        "optimizer": {"class": type(optimizer).__name__, "groups": groups, "values": values, "others": others},
+        "optimizer": {
+            "class": type(optimizer).__name__,
+            "groups": groups,
+            "members": members_of(optimizer),
+            "values": values,
+            "others": others,
+        },
         "schedule": schedule,
         "schedule_class": type(runtime.schedule).__name__ if runtime.schedule is not None else None,
         "total_steps": runtime.total_steps,
@@ -226,6 +233,7 @@ class Restorer:
         self._undo_conversions()
         self._finish_schedule(built)
         self._note_changed_groups(built)
+        self._note_changed_members()
         _set_extra_state(runtime, self._manifest.get("extra", {}))
         if runtime.scaler is not None and self._manifest["scaler"] is not None:
             runtime.scaler.load_state_dict(unpack(self._manifest["scaler"]))
@@ -260,6 +268,23 @@ class Restorer:
             self._runtime.notes.append(
                 f"optimizer: {_differences(replaced)}: the task's is used, because the schedule begins anew for "
                 f"{self._runtime.total_steps} steps"
+            )
+
+    def _note_changed_members(self) -> None:
+        """Say which parameters are in other groups than they were: a group's values are those of its number."""
+        saved = self._manifest["optimizer"].get("members")
+        if saved is None:
+            return
+        now, old = (
+            {name: f"group {number}" for number, names in enumerate(groups) for name in names}
+            for groups in (members_of(self._runtime.optimizer), saved)
+        )
+        changed = [name for name in {**old, **now} if now.get(name) != old.get(name)]
+        if changed:
+            row = (changed[0], now.get(changed[0], "in no group"), old.get(changed[0], "in no group"))
+            others = f" (and {len(changed) - 1} more parameters)" if len(changed) > 1 else ""
+            self._runtime.notes.append(
+                f"optimizer: {_differences([row])}{others}: the task's groups are used, with the checkpoint's values"
             )
 
     def _note_changed_schedule(self, saved: Mapping[str, Any]) -> None:

@@ -52,9 +52,12 @@ def make_optimizer(task: Task, model: nn.Module, *, fused: bool) -> Optimizer:
             f"{task.name}: the optimizer was given {foreign} tensors that are not parameters of the model (any more): "
             "lists kept by the constructor do not follow when the model is spread. Take them from model.parameters()."
         )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in absent]
     optimizer = _fused(optimizer) if fused else optimizer
+    optimizer.rung_members = members  # type: ignore[attr-defined]
     _step_kind_by_kind(optimizer)
     return optimizer
 
@@ -116,6 +119,12 @@ class LocalScaler(torch.amp.GradScaler):
             momentum = local_part(optimizer.state[parameter]["momentum_buffer"])
             momentum.masked_fill_(skipped.to(momentum.device).reshape(()) > 0, 0.0)
         return result
+
+
+def members_of(optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters in each group as the task made them, whatever this rank keeps of them."""
+    members: list[list[str]] = optimizer.rung_members  # type: ignore[attr-defined]
+    return members
 
 
 def local_part(tensor: Tensor) -> Tensor:
