@@ -168,6 +168,9 @@ class RunConfig:
     keep_best: str = _setting(
         "none", "keep the checkpoint of the best evaluation, too: loss, or a metric as top1:max or error:min", str
     )
+    on_nan: str = _setting(
+        "stop", "a loss or gradient norm that is nan or infinite: stop, or warn and go on", str, ("stop", "warn")
+    )
     async_save: bool = _setting(True, "write checkpoints while training goes on", bool)
     grace_seconds: int = _setting(30, "time to save and leave after SIGTERM or SIGUSR1", int)
     oom_retry: bool = _setting(True, "out of memory: go on with half the micro-batch", bool)

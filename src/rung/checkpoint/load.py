@@ -40,13 +40,31 @@ def choose(folders: Mapping[str, Path], world: World, sites: Sites) -> Checkpoin
     """The newest state that is whole, complete at this rank's site. All ranks call it together and get the same.
 
     Each rank checks some of the files. What is wrong with newer states is said by the main rank. Where sites have
-    different files, they are passed on.
+    different files, they are passed on. A state whose step had a loss of nan is taken only if there is no other.
     """
     own = [(step, kind) for kind, folder in folders.items() for step in steps_in(folder)] if sites.is_leader else []
     candidates = sorted({(step, kind) for told in world.gather_objects(own) for step, kind in told}, reverse=True)
+    lost: list[tuple[int, str]] = []
+    found = _choose(candidates, folders, world, sites, lost)
+    return found if found is not None or not lost else _choose(lost, folders, world, sites)
+
+
+def _choose(
+    candidates: list[tuple[int, str]],
+    folders: Mapping[str, Path],
+    world: World,
+    sites: Sites,
+    lost: list[tuple[int, str]] | None = None,
+) -> Checkpoint | None:
+    """The first whole one. Those of non-finite states are added to `lost`, where that is given."""
     for step, kind in candidates:
         folder = folder_of(folders[kind], step)
         content, problem = _content(folder, world, sites)
+        if content is not None and content.get("finite") is False and lost is not None:
+            lost.append((step, kind))
+            if world.is_main:
+                log.warning("%s is left out: the loss or the gradient norm of its step was not finite.", folder)
+            continue
         if content is None:
             if problem is not None and kind == "checkpoints" and world.is_main:
                 log.warning("%s An older checkpoint is used instead, if there is one.", problem)
