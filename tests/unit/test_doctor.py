@@ -235,7 +235,7 @@ def test_clocks_that_differ() -> None:
     apart = judge_clocks([(0.0, 0.0), (0.0, 1e-4), (-1.2, 1e-3), (0.1, 1e-3)], HOSTS)
     assert (apart.verdict, apart.fix) == ("warning", "start chrony or ntpd on b")
     assert "rank 2 on b is -1.2e+03 ms" in apart.found
-    assert judge_clocks([(0.0, 0.0), (8.0, 1e-4)], HOSTS).verdict == "failed"
+    assert judge_clocks([(0.0, 0.0), (8.0, 1e-4)], HOSTS).verdict == "warning"  # machines do not need each other's
     assert judge_clocks([(0.0, 0.0), (0.7, 0.9)], HOSTS).verdict == "ok"  # so slow a link says nothing
     assert judge_clocks([(0.0, 0.0)], HOSTS).verdict == "not here"
 
