@@ -35,28 +35,33 @@ from rung.world import World
 
 log = logging.getLogger("rung")
 
+_MAX_PROBLEMS = 5
+
 
 def choose(folders: Mapping[str, Path], world: World, sites: Sites) -> Checkpoint | None:
     """The newest state that is whole, complete at this rank's site. All ranks call it together and get the same.
 
     Each rank checks some of the files. What is wrong with newer states is said by the main rank. Where sites have
-    different files, they are passed on.
+    different files, they are passed on. None where there is no state at all; one that was saved and is damaged is no
+    reason to begin again, and raises CheckpointError unless an older one is whole.
     """
+    problems: list[str] = []
     own = {(step, kind) for kind, folder in folders.items() for step in steps_in(folder)} if sites.is_leader else set()
     candidates = sorted({found for told in world.gather_objects(own) for found in told}, reverse=True)
     for step, kind in candidates:
         folder = folder_of(folders[kind], step)
         content, problem = _content(folder, world, sites)
         if content is None:
-            if problem is not None and kind == "checkpoints" and world.is_main:
-                log.warning("%s An older checkpoint is used instead, if there is one.", problem)
+            if problem is not None and kind == "checkpoints":  # others, ranks that were killed may not have finished
+                problems.append(problem)
             continue
         copies = _whole_copies(Checkpoint(folder, content), world, sites)
         if any(not copy.at for copy in copies):
-            if world.is_main:
-                told = next(copy.problem for copy in copies if not copy.at)
-                log.warning("%s An older checkpoint is used instead, if there is one.", told)
+            problems.append(next(str(copy.problem) for copy in copies if not copy.at))
             continue
+        if world.is_main:
+            for text in problems:
+                log.warning("%s The state of step %d is used instead.", text, step)
         for copy in copies:
             receivers = set(sites.leaders) - copy.at
             if receivers:
@@ -66,7 +71,21 @@ def choose(folders: Mapping[str, Path], world: World, sites: Sites) -> Checkpoin
             write_manifest(folder, content)
         world.barrier()
         return read_checkpoint(folder)
+    if problems:
+        raise CheckpointError(_nothing_whole(problems, folders))
     return None
+
+
+def _nothing_whole(problems: list[str], folders: Mapping[str, Path]) -> str:
+    shown = [
+        *problems[:_MAX_PROBLEMS],
+        *([f"And {len(problems) - _MAX_PROBLEMS} more."] * (len(problems) > _MAX_PROBLEMS)),
+    ]
+    told = "the only checkpoint is" if len(problems) == 1 else f"all {len(problems)} checkpoints are"
+    return (
+        f"{told} damaged: {' '.join(shown)} There is nothing to go on from. Put the files right, or move "
+        f"{folders['checkpoints']} away to begin again at the first step."
+    )
 
 
 def _content(folder: Path, world: World, sites: Sites) -> tuple[dict[str, Any] | None, str | None]:
