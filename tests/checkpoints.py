@@ -14,6 +14,7 @@ from rung.config import RunConfig
 from rung.keeper import Keeper, find_state
 from rung.loop import run
 from rung.runtime import build_runtime
+from rung.status import StatusWriter
 from rung.strategy import parse
 from rung.task import Task
 from rung.train import dropout_seed, make_batches, make_eval_batches, position_of
@@ -29,6 +30,7 @@ class Leg:
     start: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
 
 class Recorder:
@@ -36,13 +38,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.saves: list[Any] = []
 
     def on_start(self, facts: Any, step: int) -> None: ...
     def on_steps(self, records: Any) -> None:
         self.losses += [record.loss for record in records]
 
-    def on_evaluation(self, record: Any) -> None: ...
+    def on_evaluation(self, record: Any) -> None:
+        self.evaluations.append((record.step, record.metrics))
+
     def on_checkpoint(self, record: Any) -> None:
         self.saves.append(record)
 
@@ -51,8 +56,16 @@ class Recorder:
     def close(self) -> None: ...
 
 
-def one_leg(make_task: Callable[[], Task], strategy: str, config: RunConfig, folder: str, until: int) -> Leg:
-    """This rank's part of a leg: from the newest checkpoint in `folder` to step `until`, which is saved there."""
+def one_leg(
+    make_task: Callable[[], Task],
+    strategy: str,
+    config: RunConfig,
+    folder: str,
+    until: int,
+    status: StatusWriter | None = None,
+) -> Leg:
+    """This rank's part of a leg: from the newest checkpoint in `folder` to step `until`, which is saved there, or to
+    where `status` asks it to stop. What fails in a step or an evaluation is rescued, as a rank of a run does."""
     task = make_task()
     layout = parse(strategy, environment_size(), servers=config.servers)
     with open_world(layout, device=config.device, backend=config.backend, timeout_seconds=60) as world:
@@ -72,20 +85,25 @@ def one_leg(make_task: Callable[[], Task], strategy: str, config: RunConfig, fol
         leg = replace(leg, log_every=1, checkpoint_every=config.checkpoint_every or 10**9)
         keeper = Keeper(run_dir, runtime, sites, leg, {}, start)
         seen = Recorder()
-        run(
-            runtime,
-            windows,
-            world=world,
-            config=leg,
-            observers=[seen],
-            evaluation=(lambda: make_eval_batches(task, config, world)) if config.eval_every != "never" else None,
-            keeper=keeper,
-            start=start,
-        )
+        try:
+            run(
+                runtime,
+                windows,
+                world=world,
+                config=leg,
+                observers=[seen],
+                evaluation=(lambda: make_eval_batches(task, config, world)) if config.eval_every != "never" else None,
+                status=status,
+                keeper=keeper,
+                start=start,
+            )
+        except Exception:
+            keeper.rescue()
+            raise
         keeper.close()
         state = {name: value.numpy() for name, value in runtime.named_weights()}
         assert not [record.error for record in seen.saves if record.error]
-        return Leg(seen.losses, start.step, state, runtime.notes)
+        return Leg(seen.losses, start.step, state, runtime.notes, seen.evaluations)
 
 
 def legs(

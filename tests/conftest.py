@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
+import tempfile
 
 import pytest
 
 from tests.harness import _PRELOADED
+
+# Ranks that others start sign with a key of the user's: not with one in the home directory of whoever runs the tests.
+_HOME = tempfile.TemporaryDirectory(prefix="rung-tests-")
+os.environ["XDG_CONFIG_HOME"] = _HOME.name
 
 # The usual suite has twenty minutes on two cores. These rows repeat under one more strategy or on one more rank what
 # others of their list show; `make test-all` runs them.

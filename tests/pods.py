@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -39,12 +40,21 @@ for place in /*; do
   fi
 done
 mount -t proc proc {root}/proc
-mount -t tmpfs -o mode=1777 none {root}/tmp
+{mounts}
 {programs}
 mount --bind {hosts} {root}/etc/hosts
-{mounts}
+{seal}
 hostname {name}
 exec chroot {root} {rights} env -i {environment} {command}
+"""
+# Everything that is there before volumes are mounted: devices can be written to all the same.
+_SEAL = """
+mount -o remount,bind,ro {root}
+for place in /*; do
+  if [ -d $place ] && [ ! -L $place ]; then
+    case $place in /proc|/tmp|/root|/home) ;; *) mount -o remount,bind,ro {root}$place;; esac
+  fi
+done
 """
 
 
@@ -161,6 +171,7 @@ class Cluster:
     def __init__(self, folder: Path, manifests: list[dict[str, Any]], hosts: Hosts) -> None:
         self._folder, self._hosts = folder, hosts
         self._maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] == "ConfigMap"}
+        self._secrets = {m["metadata"]["name"]: m["stringData"] for m in manifests if m["kind"] == "Secret"}
         self._names: dict[str, str] = {}
         self._file = folder / "hosts"
         self._file.write_text("127.0.0.1 localhost\n")
@@ -222,13 +233,17 @@ class Cluster:
     def _script(self, plan: PodPlan, root: Path) -> str:
         (container,) = plan.spec["containers"]
         user = plan.spec["securityContext"]["runAsUser"]
-        environment = {"PATH": f"{_programs()}:/usr/bin:/bin", "HOME": "/tmp", "OMP_NUM_THREADS": "1"}
+        environment = {"PATH": f"{_programs()}:/usr/bin:/bin", "HOME": "/nowhere", "OMP_NUM_THREADS": "1"}
         environment |= {"HOSTNAME": plan.name, **plan.environment}
         for variable in container.get("env", []):
-            value = variable["value"].replace(
-                "$(JOB_COMPLETION_INDEX)", plan.environment.get("JOB_COMPLETION_INDEX", "")
-            )
+            if "valueFrom" in variable:
+                reference = variable["valueFrom"]["secretKeyRef"]
+                value = self._secrets[reference["name"]][reference["key"]]
+            else:
+                value = expand(variable["value"], environment)
             environment[variable["name"]] = value
+        words = [expand(word, environment) for word in [*container["command"], *container["args"]]]
+        is_sealed = container.get("securityContext", {}).get("readOnlyRootFilesystem", False)
         rights = ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--no-new-privs"]
         return _ENTER.format(
             root=root,
@@ -238,11 +253,14 @@ class Cluster:
             programs="\n".join(_programs_at_home(root)),
             rights=shlex.join(rights),
             environment=shlex.join(f"{key}={value}" for key, value in environment.items()),
-            command=shlex.join([*container["command"], *container["args"]]),
+            command=shlex.join(words),
+            seal=_SEAL.format(root=root) if is_sealed else "",
         )
 
     def _mounts(self, plan: PodPlan, container: Mapping[str, Any], root: Path, user: int) -> list[str]:
         lines = []
+        if not container.get("securityContext", {}).get("readOnlyRootFilesystem", False):
+            lines.append(f"mount -t tmpfs -o mode=1777 none {shlex.quote(f'{root}/tmp')}")  # as an image has it
         volumes = {volume["name"]: volume for volume in plan.spec.get("volumes", [])}
         for mount in container.get("volumeMounts", []):
             volume, place = volumes[mount["name"]], shlex.quote(f"{root}{mount['mountPath']}")
@@ -252,7 +270,6 @@ class Cluster:
                 os.chown(folder, user, user)
                 lines.append(f"mount --bind {shlex.quote(str(folder))} {place}")
             elif "emptyDir" in volume:
-                assert volume["emptyDir"]["medium"] == "Memory"
                 lines.append(f"mount -t tmpfs -o mode=1777 none {place}")
             else:
                 lines.append(f"mount --bind -o ro {shlex.quote(str(self._map(volume['configMap'])))} {place}")
@@ -265,6 +282,15 @@ class Cluster:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self._maps[volume["name"]][item["key"]])
         return folder
+
+
+def expand(text: str, environment: Mapping[str, str]) -> str:
+    """What the kubelet makes of an argument or a variable: $(NAME) is a variable's value if there is one, $$ is $."""
+
+    def value(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else environment.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
 
 
 class _Job:

@@ -52,6 +52,8 @@ def _show(place: Place, found: list[Found], taken: Found | None, best: Best | No
     for one in found:
         if one.problem is not None:
             console.print(Text(one.problem, style=_STYLES[one.state]), soft_wrap=True)
+    if any(one.is_finite is False for one in found):
+        console.print("not finite: the loss or the gradient norm of that step was nan or infinite", soft_wrap=True)
     if taken is not None and place.one is None:
         how = " (sizes checked, not digests)" if quick else ""
         console.print(f"--resume goes on after step {taken.step}: {taken.path}{how}", soft_wrap=True)
@@ -76,6 +78,8 @@ def _table(found: list[Found], best: Best | None) -> Table:
         table.add_column(column, justify="left" if column in ("saved", "strategy", "state") else "right", no_wrap=True)
     for one in found:
         state = Text(one.state + _KINDS[one.kind], style=_STYLES[one.state])
+        if one.is_finite is False:
+            state.append(", not finite", style="red")
         if one.checkpoint is None:
             table.add_row(str(one.step), *[""] * (len(columns) - 2), state)
             continue
@@ -104,6 +108,7 @@ def _record(one: Found) -> dict[str, Any]:
             record[key] = told.get(key)
         record["bytes"] = one.checkpoint.num_bytes
         record["evaluation"] = told.get("evaluation")
+        record["finite"] = told.get("finite")
     return {**record, "problem": one.problem}
 
 

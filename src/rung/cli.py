@@ -227,7 +227,7 @@ def _build_parser() -> _Parser:
         description="Keep the place where machines meet (--rdzv HOST:PORT) in a process of its own, so that the job "
         "outlives the loss of any machine. Without it, the machine of that address keeps it. Ends with Ctrl-C.",
     )
-    rdzv.add_argument("port", type=int)
+    rdzv.add_argument("place", metavar="[HOST:]PORT", help="a port of all interfaces, or of the one of an address")
     rdzv.add_argument(
         "--once",
         action="store_true",
@@ -356,10 +356,10 @@ def _scale(options: argparse.Namespace) -> int:
 def _rdzv(options: argparse.Namespace) -> int:
     from rung.launch.elastic import keep_store
 
-    def tell() -> None:
-        print(f"machines can meet at port {options.port} of this machine", flush=True)
+    def tell(where: str) -> None:
+        print(f"machines can meet at {where}", flush=True)
 
-    is_over = keep_store(options.port, tell, once=options.once)
+    is_over = keep_store(options.place, tell, once=options.once)
     return RESUME_EXIT_CODE if options.once and not is_over else 0
 
 

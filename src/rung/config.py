@@ -37,6 +37,12 @@ class RunConfig:
     )
     nnodes: str = _setting("1", "machines of the job, or MIN:MAX; each starts the same command", str, flag=True)
     rdzv: str | None = _setting(None, "where the machines of a job meet", str, flag=True)
+    rdzv_key: str | None = _setting(
+        None,
+        "file with the secret that the machines of a job share; default: RUNG_RDZV_KEY, or ~/.config/rung/key",
+        str,
+        flag=True,
+    )
     batch_size: int = _setting(32, "samples in one step, over all processes", int, flag=True)
     micro_batch: int | None = _setting(
         None, "samples a process takes at a time; the rest of its share is accumulated", int, flag=True
@@ -161,6 +167,9 @@ class RunConfig:
     keep_every: int | None = _setting(None, "keep every checkpoint whose step this number divides, for ever", int)
     keep_best: str = _setting(
         "none", "keep the checkpoint of the best evaluation, too: loss, or a metric as top1:max or error:min", str
+    )
+    on_nan: str = _setting(
+        "stop", "a loss or gradient norm that is nan or infinite: stop, or warn and go on", str, ("stop", "warn")
     )
     async_save: bool = _setting(True, "write checkpoints while training goes on", bool)
     grace_seconds: int = _setting(30, "time to save and leave after SIGTERM or SIGUSR1", int)

@@ -36,6 +36,7 @@ _PET = {
     "rdzv": "PET_RDZV_ENDPOINT",
     "max_restarts": "PET_MAX_RESTARTS",
 }
+KEY_VARIABLE = "RUNG_RDZV_KEY"  # the secret that the processes of a job share
 _SLURM_PORTS = range(15000, 25000)  # below those that systems give away by themselves
 
 
@@ -266,6 +267,28 @@ def set_environment_sizes(size: int, local_size: int) -> None:
 def has_store() -> bool:
     """Whether the environment says where the ranks' store is."""
     return "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+
+
+def environment_key() -> str | None:
+    """The key of the job, if whoever started this process gave it one."""
+    return os.environ.get(KEY_VARIABLE) or None
+
+
+def set_environment_key(key: str) -> None:
+    """Give this process, and those that it starts, the key of the job."""
+    os.environ[KEY_VARIABLE] = key
+
+
+def use_interface(name: str | None) -> None:
+    """Let the collectives of this process listen on one network interface alone, unless the user has named others.
+
+    Without it gloo takes the one that the machine's name resolves to, and NCCL the first that it likes. Between
+    machines NCCL chooses by itself: InfiniBand may be among them.
+    """
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if name == "lo":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def describe(place: Place, host: str, port: int) -> None:

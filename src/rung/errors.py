@@ -45,6 +45,10 @@ class CheckpointError(RungError):
     """A checkpoint is missing, damaged, or does not fit the task."""
 
 
+class NonFiniteError(RungError):
+    """The loss or the gradient norm of a run is not a finite number any more."""
+
+
 class ReportError(RungError):
     """A run or a comparison cannot be shown."""
 

@@ -10,8 +10,8 @@ from rung.errors import ConfigError
 # Where each flag of `rung train` stands in its help.
 TRAINED = {
     "where": (
-        "strategy", "nproc", "nnodes", "rdzv", "backend", "schedule", "split", "sequence_parallel", "offload",
-        "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
+        "strategy", "nproc", "nnodes", "rdzv", "rdzv_key", "backend", "schedule", "split", "sequence_parallel",
+        "offload", "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
     ),
     "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
     "how": ("precision", "clip", "compile", "activation_checkpointing"),
@@ -20,8 +20,8 @@ TRAINED = {
 # Where a flag's kind or its choices do not say enough, or too much for one line.
 _METAVARS = {
     "strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES", "schedule": "NAME", "precision": "NAME",
-    "activation_checkpointing": "HOW", "nproc": "N", "nnodes": "N", "rdzv": "HOST:PORT", "compress": "HOW",
-    "backend": "NAME", "outer": "HOW", "profile": "STEPS", "log": "NAMES",
+    "activation_checkpointing": "HOW", "nproc": "N", "nnodes": "N", "rdzv": "HOST:PORT", "rdzv_key": "FILE",
+    "compress": "HOW", "backend": "NAME", "outer": "HOW", "profile": "STEPS", "log": "NAMES",
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from rung.checkpoint import (
     rescue_folder,
     state_folders,
 )
-from rung.checkpoint.manifest import remove, steps_in
+from rung.checkpoint.manifest import newest_good, remove, steps_in
 from rung.checkpoint.state import small_state
 from rung.config import RunConfig, is_elastic
 from rung.errors import CheckpointError
@@ -171,8 +171,13 @@ class Keeper:
     def rescue(self) -> bool:
         return self._saver.has(self._rescuer.position) or self._rescuer.rescue()
 
+    def last_good(self) -> Path | None:
+        """The newest finished checkpoint whose state is not known to be non-finite."""
+        self._saver.wait()
+        return newest_good(checkpoints_folder(self._run_dir))
+
     def close(self) -> None:
-        """The run ended in good order: what was kept for bad times is not needed."""
+        """What was kept for bad times is not needed: the run ended in good order, or with numbers that are lost."""
         self._saver.wait()
         if self._replicator is not None:
             self._replicator.wait()

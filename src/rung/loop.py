@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from rung.batches import Batches
 from rung.best import Best
 from rung.checkpoint import Position
 from rung.config import RunConfig
+from rung.errors import NonFiniteError
 from rung.generators import DeviceGenerators
 from rung.keeper import Keeper
 from rung.metrics import EvalRecord, Ledger, Observer, Sealed, StepRecord, peak_memory_bytes
@@ -24,6 +26,9 @@ from rung.world import World
 
 log = logging.getLogger("rung")
 
+# fp16: after so many steps in a row without a finite loss the scale has gone from 2**16 to 2**-34. It is not the scale.
+_MOST_SKIPPED = 50
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -32,6 +37,12 @@ class Summary:
     evaluation: EvalRecord | None
     stopped: bool = False  # asked to leave: state saved, not at the end
     best: Best | None = None  # evaluation, by the setting keep_best
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Summary:
+        """From what `asdict` makes of one."""
+        kinds: dict[str, type] = {"last": StepRecord, "evaluation": EvalRecord, "best": Best}
+        return cls(**{k: kinds[k](**v) if k in kinds and v is not None else v for k, v in told.items()})
 
 
 def run(
@@ -83,6 +94,8 @@ class _Loop:
         self._sealed: Sealed | None = None
         self._last: StepRecord | None = None
         self._measured: EvalRecord | None = None
+        self._lost: StepRecord | None = None  # the first of the last steps without finite figures, and how many
+        self._num_lost = 0
 
     def run(self, facts: dict[str, Any], at_end: Callable[[int], None] | None) -> Summary:
         config, status, total = self._config, self._status, self._batches.total_steps
@@ -103,13 +116,15 @@ class _Loop:
             logs = step == self._start.step + 1 or is_last or step % config.log_every == 0
             if self._keeper is not None:
                 self._keeper.before_step()
-            self._ledger.add(window, self._runtime.step(window, want_norm=logs))
+            saves = config.checkpoint_every is not None and step % config.checkpoint_every == 0
+            # The norm of a step that is saved tells whether its update was finite: the loss is that before it.
+            self._ledger.add(window, self._runtime.step(window, want_norm=logs or saves))
             evaluates = self._evaluation is not None and _is_due(config.eval_every, step, window.ends_epoch, is_last)
             self._position = replace(self._after(window), evaluation_due=evaluates)
             if self._keeper is not None:
                 self._keeper.after_step(self._position)
             self._tell()  # of the step before: the device has this one to work on meanwhile
-            saves = self._keeper is not None and self._keeper.is_due(self._position)
+            saves = self._keeper is not None and self._keeper.is_due(self._position)  # or it is the best
             if logs or evaluates or saves:
                 status.phase("logging")
                 self._sealed = self._ledger.seal()
@@ -133,6 +148,8 @@ class _Loop:
         if wanted and (self._measured is None or self._measured.step != self._position.step) and not self._evaluate():
             return self._stop()
         self._finish_saving()
+        if self._lost is not None and self._keeper is not None:
+            raise self._give_up(self._lost)
         if at_end is not None:
             at_end(self._position.step)
         state = self._world.gather([float(count) for count in self._runtime.state_bytes().values()])
@@ -159,6 +176,53 @@ class _Loop:
             if records:
                 observer.on_steps(records)
         self._last = records[-1] if records else self._last
+        if not self._world.pretend:
+            for record in records:
+                self._judge(record)
+
+    def _judge(self, record: StepRecord) -> None:
+        """Look at the figures of a step, which are the same on all ranks, so that all decide alike."""
+        # fp16 leaves a step out whose gradients overflow; its loss may be lost without that the weights are.
+        is_fp16 = self._config.precision == "fp16"
+        figures = {"loss": record.loss, "gradient norm": None if is_fp16 else record.grad_norm}
+        bad = [f"{name} {value}" for name, value in figures.items() if value is not None and not math.isfinite(value)]
+        if record.step == self._position.step:
+            is_known = is_fp16 or record.grad_norm is not None
+            self._position = replace(self._position, finite=False if bad else True if is_known else None)
+        if not bad:
+            if self._lost is not None and self._world.is_main:
+                log.warning("step %d: the loss is finite again, %.4g.", record.step, record.loss)
+            self._lost, self._num_lost = None, 0
+            return
+        self._num_lost += 1
+        stops = self._config.on_nan == "stop" and (not is_fp16 or self._num_lost >= _MOST_SKIPPED)
+        if self._lost is None:
+            self._lost = record
+            if self._world.is_main:
+                goes_on = "fp16 leaves such a step out" if is_fp16 else "training goes on: on_nan=warn"
+                log.warning("step %d: %s%s.", record.step, ", ".join(bad), "" if stops else f"; {goes_on}")
+        if stops and self._keeper is not None:
+            raise self._give_up(self._lost)
+
+    def _give_up(self, record: StepRecord) -> NonFiniteError:
+        """On all ranks, in the same call. States that were kept in memory may be of later steps than this one."""
+        assert self._keeper is not None
+        good = self._keeper.last_good()
+        self._keeper.close()
+        norm = f", the gradient norm {record.grad_norm}" if record.grad_norm is not None else ""
+        since = f" and no later one is finite, up to step {self._position.step}" if self._num_lost > 1 else ""
+        lines = [f"the loss of step {record.step} is {record.loss}{norm}{since}."]
+        if good is None:
+            lines.append("there is no checkpoint to go on from: --checkpoint-every N writes them.")
+        else:
+            lines.append(f"the last good checkpoint is {good}: --resume {good.parent.parent} goes on from it.")
+        lines.append(
+            "The same settings would end the same way: resume with --clip or another --precision, or start a new run "
+            "with a lower learning rate."
+        )
+        if self._config.on_nan == "stop":
+            lines.append("--set on_nan=warn goes on in spite of such a step.")
+        return NonFiniteError("\n".join(lines))
 
     def _show_ranks(self, step: int, *, at_once: bool) -> None:
         live = self._pulse.live(step, at_once=at_once) if self._observers else None
@@ -194,9 +258,12 @@ class _Loop:
         try:
             with self._pulse.paused():
                 metrics = self._runtime.evaluate(self._interruptible(self._evaluation()))
-        except _AskedToStop:
-            generators.restore()  # it will be done again from its beginning
+        except BaseException as error:
+            # It will be done again from its beginning, here or, after a failure, from the state that is rescued.
+            generators.restore()
             self._position = replace(position, evaluation_due=True)
+            if not isinstance(error, _AskedToStop):
+                raise
             return False
         self._position = replace(position, evaluation_due=False)
         if self._keeper is not None:

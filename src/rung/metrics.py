@@ -122,9 +122,9 @@ class Ledger:
         count = len(sealed.steps)
         if not count:
             return []
-        norms = iter(sealed.norms())
         waits = [window.wait_seconds for window, *_ in sealed.steps]
-        rows = self._world.gather([*sealed.losses(), *waits, float(peak_memory_bytes(self._world))])
+        rows = self._world.gather([*sealed.losses(), *waits, *sealed.norms(), float(peak_memory_bytes(self._world))])
+        norms = iter(rows[0][2 * count : -1])  # the main rank's for all: they decide by it whether to go on
         records = []
         for index, (window, result, start, mark) in enumerate(sealed.steps):
             self._samples += window.num_global_samples

@@ -1,8 +1,9 @@
 """Calls between the processes of a job: the one module that knows torch's RPC.
 
-RPC carries pickled calls: whoever reaches the port can run code. So it listens on loopback unless a host is given, and
-belongs inside a trusted network. TensorPipe, which is below it, is in maintenance mode; whatever Rung needs of it is
-here and nowhere else.
+RPC carries pickled calls, and TensorPipe, which is below it, asks nobody who they are. So it listens on loopback unless
+a host is given, and every pickle carries a signature with the key of the job, which is checked before it is read.
+Tensors are not signed: on a network that strangers reach, numbers can be changed. TensorPipe is in maintenance mode;
+whatever Rung needs of it is here and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,34 +18,43 @@ from typing import Any
 
 import torch.distributed.autograd as distributed_autograd
 from torch import Tensor
-from torch.distributed import rpc
+from torch.distributed import register_rendezvous_handler, rpc  # type: ignore[attr-defined]
+from torch.distributed.rpc import api, internal
 from torch.futures import Future
 
 from rung.errors import EnvironmentProblem
 from rung.network import interface_of
+from rung.signed_store import SignedStore
 
 _SHUTDOWN_SECONDS = 30
+_CALL = "rpc"  # what a call is signed as; no name in the store
 
 
 class Calls:
     """One process's way to call functions in the others. All processes of the job open it together."""
 
-    def __init__(self, rank: int, size: int, *, host: str | None, timeout_seconds: float, threads: int = 32) -> None:
+    def __init__(
+        self, rank: int, size: int, store: SignedStore, *, host: str | None, timeout_seconds: float, threads: int = 32
+    ) -> None:
         """`threads` answer calls: a call that waits inside its function holds one of them."""
         self.rank, self.size = rank, size
         self.interface = _choose_interface(host)
         # TensorPipe asks the host's name for its address otherwise, and listens wherever that leads.
         os.environ["TP_SOCKET_IFNAME"] = self.interface
+        # torch takes the store from a rendezvous alone, whose scheme can be registered once.
+        scheme = f"rung{id(store)}"
+        register_rendezvous_handler(scheme, lambda *_, **__: iter([(store, rank, size)]))  # type: ignore[no-untyped-call]
         options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=threads, rpc_timeout=timeout_seconds, init_method="env://"
+            num_worker_threads=threads, rpc_timeout=timeout_seconds, init_method=f"{scheme}://"
         )
+        _sign_calls(store)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a device map, which there is none of
             rpc.init_rpc(_name(rank), rank=rank, world_size=size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
     def describe(self) -> str:
         where = "loopback" if self.interface == "lo" else f"interface {self.interface}"
-        return f"rpc: listens on {where}; it carries pickled calls and belongs inside a trusted network"
+        return f"rpc: listens on {where}; calls are signed with the job's key, tensors are not"
 
     def start(self, rank: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Begin to call a function in another process. The future holds its result, or the error it raised."""
@@ -61,6 +71,26 @@ class Calls:
     def abandon(self) -> None:
         """End without the others."""
         rpc.shutdown(graceful=False)
+
+
+class _SigningPickler(internal._InternalRPCPickler):
+    """torch's pickler for calls and results, with a signature in front that is checked before anything is unpickled."""
+
+    def __init__(self, store: SignedStore) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._store = store
+
+    def serialize(self, value: Any) -> tuple[bytes, list[Tensor]]:
+        content, tensors = super().serialize(value)  # type: ignore[no-untyped-call]
+        return self._store.sign(_CALL, content), tensors
+
+    def deserialize(self, signed: bytes, tensors: list[Tensor]) -> Any:
+        return super().deserialize(self._store.verify(_CALL, signed), tensors)  # type: ignore[no-untyped-call]
+
+
+def _sign_calls(store: SignedStore) -> None:
+    """Whatever sends and receives Python objects over RPC in this process, torch's own code in C++ included."""
+    internal._internal_rpc_pickler = api._default_pickler = _SigningPickler(store)
 
 
 # A function so marked returns a future, and answers its call when that is done; no thread waits for it meanwhile.

@@ -84,6 +84,7 @@ class Session:
         torch.manual_seed(dropout_seed(self.config.seed, self.world))
         self.num_steps = 0
         self._num_samples = 0
+        self._last: StepStats | None = None
         self._saver: Saver | None = None
         self._saver_folder: Path | None = None
 
@@ -116,7 +117,8 @@ class Session:
         if self.world.size > 1:
             # Every rank reduces in every step: a figure that is fetched on demand would hang when one rank asks.
             dist.all_reduce(loss)
-        return StepStats(self.num_steps, loss, result.grad_norm, result.learning_rate, placed.num_global_samples)
+        self._last = StepStats(self.num_steps, loss, result.grad_norm, result.learning_rate, placed.num_global_samples)
+        return self._last
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics over the task's evaluation data, each sample once: `{"loss": ..., "accuracy": ...}`."""
@@ -130,14 +132,22 @@ class Session:
         """Write the whole state after the last step into `folder`, under any strategy for any other. All ranks call it.
 
         Returns when it is on the disk. Older checkpoints in the folder are kept as the settings `keep` and `keep_every`
-        say.
+        say, and the newest after a step whose loss was finite.
         """
         if self._saver is None or self._saver_folder != Path(folder):
             config = self.config
             self._saver_folder = Path(folder)
             self._saver_folder.mkdir(parents=True, exist_ok=True)
             self._saver = Saver(self._saver_folder, self.runtime, keep=config.keep, keep_every=config.keep_every)
-        self._saver.save(Position(self.num_steps, 0, self._num_samples, self._num_samples), wait=True)
+        position = Position(self.num_steps, 0, self._num_samples, self._num_samples, finite=self._is_finite())
+        self._saver.save(position, wait=True)
+
+    def _is_finite(self) -> bool | None:
+        """Whether the state is: by the figures of the last step. fp16 leaves out a step whose gradients overflow."""
+        if self._last is None:
+            return None
+        seen = [self._last.loss, None if self.config.precision == "fp16" else self._last.grad_norm]
+        return all(bool(figure.isfinite().all()) for figure in seen if figure is not None)
 
     def load_checkpoint(self, folder: str | Path) -> int:
         """Go on from the newest whole checkpoint in `folder`: the number of steps done then, or 0 if there is none."""

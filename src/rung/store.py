@@ -1,6 +1,7 @@
-"""Where ranks that others than Rung have started find each other: rank 0 keeps a store, and its address reaches them.
+"""The store of a job, in which its ranks find each other; every value in it is signed with the job's key.
 
-torchrun says it in the environment. Otherwise it travels over MPI itself where MPI is used; ranks of one
+The launcher serves it and says where, in the environment. For ranks that other programs have started, rank 0 serves it:
+torchrun says where. Otherwise it travels over MPI itself where MPI is used; ranks of one
 machine find it in a file that only they know of; those of several know the first machine if Slurm has started them, and
 else have no way to ask each other without MPI: the user has to say it.
 """
@@ -14,37 +15,58 @@ import os
 import socket
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rung.environment import Place, Step, has_store, is_in_environment, slurm_step, store_address
+from rung.environment import (
+    Place,
+    Step,
+    environment_rank,
+    has_store,
+    is_in_environment,
+    silent_place,
+    slurm_step,
+    store_address,
+)
 from rung.errors import EnvironmentProblem
+from rung.job_key import shared_key
 from rung.mpi import library
-from rung.network import address_towards, answers, slurm_address
+from rung.network import address_among_others, address_towards, answers, slurm_address
 from rung.processes import is_running
+from rung.signed_store import LOOPBACK, SignedStore, join_store, serve_store
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_LOOPBACK = "127.0.0.1"
 _SOMEWHERE = "192.0.2.1"  # nobody's address; the way to it is the default route
 _MEET_SECONDS = 300.0  # ranks read the task and import torch before they come here, some of them on a slow disk
 _LOOK_SECONDS = 0.02
 
 
-def open_store(place: Place, *, over_mpi: bool) -> TCPStore:
-    """The store of the job. All ranks call it; rank 0's lives as long as the object."""
+def job_store(*, over_mpi: bool) -> SignedStore | None:
+    """The store of the job that this process is part of; None for one process that nobody launched."""
+    place = silent_place()
+    if place is None and not has_store():
+        return None
+    return open_store(place, over_mpi=over_mpi)
+
+
+def open_store(place: Place | None, *, over_mpi: bool, key: str | None = None) -> SignedStore:
+    """The store of the job. All ranks call it; rank 0's lives as long as the object. `place` may be None where the
+    environment says all that is needed."""
+    key = key or shared_key()
     with library.leaving_on_error():
-        return _open(place, over_mpi)
+        return SignedStore(_open(place, over_mpi), key)
 
 
-def _open(place: Place, over_mpi: bool) -> TCPStore:
-    if has_store():
+def _open(place: Place | None, over_mpi: bool) -> TCPStore:
+    if has_store() or place is None:
         host, port, is_kept = store_address()
-        return TCPStore(host, port, None, place.is_main and not is_kept, wait_for_workers=False, multi_tenant=True)
+        if is_kept or environment_rank() != 0:
+            return join_store(host, port, seconds=_MEET_SECONDS)
+        return _serve(host, port)
     if over_mpi:
         return _meet_over_mpi(place, library.start())
     if place.is_one_machine:
@@ -70,13 +92,18 @@ def _meet_at_head(step: Step) -> TCPStore:
         )
     host = slurm_address(step.head)
     if not place.is_main:
-        return TCPStore(host, step.port, None, False, timeout=timedelta(seconds=_MEET_SECONDS))
+        return join_store(host, step.port, seconds=_MEET_SECONDS)
+    return _serve(host, step.port)
+
+
+def _serve(host: str, port: int) -> TCPStore:
+    """Rank 0's store, on the interface of this machine that the others know as `host`."""
     try:
-        return TCPStore(host, step.port, None, True, wait_for_workers=False)
-    except RuntimeError as error:
+        return serve_store(address_among_others(host, port)[0], port)
+    except OSError as error:
         raise EnvironmentProblem(
-            f"port {step.port} of {step.head}, where the ranks of this Slurm step meet, cannot be listened at: "
-            f"{str(error).splitlines()[0]} Export another one: MASTER_PORT=29500."
+            f"port {port} of {host}, where the ranks of this job meet, cannot be listened at: {error.strerror}. Export "
+            "another one: MASTER_PORT=29500."
         ) from None
 
 
@@ -85,36 +112,35 @@ def _meet_over_mpi(place: Place, world: MPI.Intracomm) -> TCPStore:
     arrived = world.Ibarrier()
     while not arrived.Test():
         time.sleep(_LOOK_SECONDS)
-    names = world.allgather(socket.gethostname())
+    names = library.gather_texts(world, socket.gethostname())
     if place.is_main:
-        store = _listen()
-        world.bcast((_addresses(names, place), store.port))
+        store = serve_store(_address(names, place))
+        library.gather_texts(world, json.dumps([store.host, store.port]))
         return store
-    addresses, port = world.bcast(None)
-    for address in addresses:
-        if answers(address, port, seconds=5.0):
-            return TCPStore(address, port, None, False)
+    address, port = json.loads(library.gather_texts(world, "")[0])
+    if answers(address, port, seconds=5.0):
+        return join_store(address, port)
     raise EnvironmentProblem(
-        f"rank {place.rank} on {socket.gethostname()} does not reach rank 0 at port {port} of {', '.join(addresses)}. "
-        "Is there a firewall between them?"
+        f"rank {place.rank} on {socket.gethostname()} does not reach rank 0 at port {port} of {address}. Is there a "
+        "firewall between them? Or export MASTER_ADDR and MASTER_PORT, with an address of rank 0 that all reach."
     )
 
 
-def _addresses(names: list[str], place: Place) -> list[str]:
-    """Under what rank 0 may be reached: the addresses from which it reaches the others or the world, and its name."""
+def _address(names: list[str], place: Place) -> str:
+    """Where rank 0 serves the store: the address from which it reaches the other machines, or else the world."""
     if place.is_one_machine:
-        return [_LOOPBACK]
-    found = []
+        return LOOPBACK
     for name in (*dict.fromkeys(names[1:]), _SOMEWHERE):
         with contextlib.suppress(EnvironmentProblem):  # not every name resolves everywhere
-            found.append(address_towards(name, 1))
-    return [address for address in dict.fromkeys([*found, names[0]]) if not address.startswith("127.")]
+            if not (found := address_towards(name, 1)).startswith("127."):
+                return found
+    return address_among_others(names[0], 1)[0]
 
 
 def _meet_in_file(place: Place) -> TCPStore:
     path = _meeting_file(place)
     if place.is_main:
-        store = _listen()
+        store = serve_store(LOOPBACK)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps({"port": store.port, "pid": os.getpid()}))
         partial.rename(path)
@@ -135,7 +161,7 @@ def _meet_in_file(place: Place) -> TCPStore:
         except FileNotFoundError:
             told = None
         if told is not None and is_running(told["pid"]):  # and not left by a job that was killed here
-            store = TCPStore(_LOOPBACK, told["port"], None, False)
+            store = join_store(LOOPBACK, told["port"])
             store.add("met", 1)
             return store
         time.sleep(_LOOK_SECONDS)
@@ -150,7 +176,3 @@ def _meeting_file(place: Place) -> Path:
         raise EnvironmentProblem(f"{folder} is open to other users, who could pretend to be rank 0. Remove it.")
     name = f"{place.launcher}-{place.job}-{place.size}"
     return folder / hashlib.sha256(name.encode()).hexdigest()[:20]
-
-
-def _listen() -> TCPStore:
-    return TCPStore(_LOOPBACK, 0, None, True, wait_for_workers=False)

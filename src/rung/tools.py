@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from rung.config import SETTINGS
 from rung.environment import outside_place
 from rung.errors import ConfigError
 from rung.flags import add_settings, assignments_of
@@ -146,6 +147,7 @@ def _add_machines(group: argparse._ActionsContainer) -> None:
     group.add_argument("--nproc", type=int, metavar="N", help="processes here (default: one for each GPU, 2 without)")
     group.add_argument("--nnodes", type=int, metavar="N", help="machines on which this command is started (default 1)")
     group.add_argument("--rdzv", metavar="HOST:PORT", help="where they meet")
+    group.add_argument("--rdzv-key", metavar="FILE", help=SETTINGS["rdzv_key"].metadata["help"])
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

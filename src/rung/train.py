@@ -18,7 +18,7 @@ from rung.best import Goal, parse_best, read_best, refuse_unknown_metric
 from rung.checkpoint import Checkpoint, Position, Sites, is_same_topology, restore, save_weights
 from rung.config import RunConfig
 from rung.environment import environment_local_size, environment_size
-from rung.errors import CheckpointError
+from rung.errors import CheckpointError, NonFiniteError
 from rung.keeper import Keeper, find_state
 from rung.live import live_path
 from rung.looking import profiled_steps, tracker_names
@@ -208,7 +208,7 @@ def _explain(error: Exception, runtime: Runtime, world: World, config: RunConfig
         lost.rung_memory = memory_lines(runtime, world)
         if config.oom_retry and keeper is not None:
             lost.rung_smaller = half_micro_batch(config, world.layout)
-    if keeper is not None:
+    if keeper is not None and not isinstance(error, NonFiniteError):  # whose state is of no use to anyone
         lost.rung_rescue, lost.rung_protected = keeper.rescue, keeper.is_protected
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from rung import fakes
@@ -28,14 +28,14 @@ from rung.environment import (
     environment_local_size,
     environment_rank,
     environment_size,
-    has_store,
-    silent_place,
+    outside_attempt,
 )
 from rung.errors import EnvironmentProblem, StrategyError
 from rung.like_cuda import like_cuda
 from rung.mpi import library as mpi
 from rung.processes import num_cores
-from rung.store import open_store
+from rung.signed_store import SignedStore
+from rung.store import job_store
 from rung.strategy import Layout
 
 if TYPE_CHECKING:  # most jobs make no calls, and the import takes its time
@@ -212,12 +212,8 @@ class World:
         return [row.tolist() for row in everyone]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Any value of every rank, on every rank; of this rank alone in a pretend world."""
-        if self.size == 1 or self.pretend:
-            return [value]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, value)
-        return everyone
+        """A JSON value of every rank, on every rank; of this rank alone in a pretend world."""
+        return [value] if self.size == 1 or self.pretend else gather_json(value)
 
     def host_group(self) -> dist.ProcessGroup:
         """A new group of all ranks for host memory, so that what is sent there does not mix with the training."""
@@ -240,6 +236,18 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
         fakes.forget_meshes()
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """A value of every rank of a group, on every rank. As JSON, which torch's own `all_gather_object` is not: it
+    unpickles what arrives, and connections between ranks carry no proof of who sent it. Tuples become lists."""
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
+    largest = max(int(size) for size in sizes)
+    rows = [torch.zeros(largest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(rows, torch.cat([own, own.new_zeros(largest - own.numel())]), group=group)
+    return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 @contextlib.contextmanager
@@ -275,8 +283,11 @@ def open_world(
     if layout.kind == "ps-async":
         size = layout.servers if joins else 1
     with mpi.leaving_on_error():
+        if name == mpi.BACKEND:
+            mpi.register()
+        store = job_store(over_mpi=name == mpi.BACKEND)
         if joins:
-            _join_group(name, rank, size, timeout)
+            _join_group(name, store, rank, size, timeout)
         world = World(layout, rank, size, local_rank, where, name, None, timeout=timeout)
         if layout.kind == "mesh":
             world.mesh = _make_mesh(layout, where)
@@ -286,7 +297,10 @@ def open_world(
             from rung.rpc import Calls
 
             threads = max(32, 2 * num_processes + 8)  # a call that waits holds one
-            world._calls = Calls(rank, num_processes, host=rpc_host, timeout_seconds=timeout_seconds, threads=threads)
+            assert store is not None, "a strategy over RPC has several processes"
+            world._calls = Calls(
+                rank, num_processes, store, host=rpc_host, timeout_seconds=timeout_seconds, threads=threads
+            )
         yield world
     # No goodbye after an error: destroying a group whose peers are gone can block, and the process is about to end.
     world.close()
@@ -295,22 +309,14 @@ def open_world(
 _num_joined = 0  # groups that this process has been in
 
 
-def _join_group(backend: str, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    if backend == mpi.BACKEND:
-        mpi.register()
-    place = silent_place()
-    store: Any = None  # the environment says where it is
-    if not has_store() and place is not None:
-        store = open_store(place, over_mpi=backend == mpi.BACKEND)
-    elif not has_store():  # one process that nobody launched
-        store = dist.HashStore()  # type: ignore[attr-defined]
+def _join_group(backend: str, store: SignedStore | None, rank: int, size: int, timeout: datetime.timedelta) -> None:
     global _num_joined
-    if _num_joined:  # in this process; what the ranks told each other then is still in the store
-        if store is None:
-            store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
-        store = dist.PrefixStore(f"world-{_num_joined}", store)  # type: ignore[attr-defined]
+    # What the ranks told each other in an earlier world, or before torchrun started them again, is still in the store.
+    prefix = f"world-{outside_attempt()}-{_num_joined}"
     _num_joined += 1
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    kept: Any = store if store is not None else dist.HashStore()  # type: ignore[attr-defined]
+    named = dist.PrefixStore(prefix, kept)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=timeout)
 
 
 @contextlib.contextmanager

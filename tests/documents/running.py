@@ -24,6 +24,7 @@ EXCEPTED = {
     r"task.py --set train_data.root=IMAGES": "a directory of images; tests/unit/test_imagenet.py writes one",
     r"--sizes 1M:1G:2": "messages of a gigabyte among four processes",
     r"^rung submit k8s (?!.*--dry-run)": "needs a cluster; tests/multi/test_kubernetes.py runs the pods",
+    r"^kubectl ": "needs a cluster",
     r"^srun ": "needs Slurm; tests/multi/test_slurm.py has one of its own",
     r"^torchrun --nnodes 2": "torchrun knows its own machine by its name, which network namespaces share",
     r"^mpirun .*--host ": "mpirun starts processes on other machines by ssh",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ pytestmark = [
     pytest.mark.skipif(not can_run_pods(), reason="containers need network namespaces, and so root"),
 ]
 ROOT = Path(__file__).parent.parent.parent
-CHOSEN = {"RUNG_RUN": "run", "RUNG_TASK": "./small"}
+CHOSEN = {"RUNG_RUN": "run", "RUNG_TASK": "./small", "RUNG_RDZV_KEY": secrets.token_hex(32)}
 
 
 def container_of(service: dict[str, Any], name: str, known_as: str | None) -> PodPlan:
     """A service as the containers that are run here are described. The image's entry and user are the Dockerfile's."""
 
     def fill_in(text: str) -> str:
-        return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: CHOSEN.get(found[1], found[2]), text)
+        return re.sub(r"\$\{(\w+):[-?]([^}]*)\}", lambda found: CHOSEN.get(found[1], found[2]), text)
 
     file = (ROOT / "Dockerfile").read_text()
     (entry,), (user,) = (
@@ -39,11 +40,15 @@ def container_of(service: dict[str, Any], name: str, known_as: str | None) -> Po
         source, place, *_ = fill_in(text).split(":")
         mounts.append({"name": str(number), "mountPath": place})
         volumes.append({"name": str(number), "persistentVolumeClaim": {"claimName": Path(source).name}})
+    for place in service["tmpfs"]:
+        mounts.append({"name": place, "mountPath": place})
+        volumes.append({"name": place, "emptyDir": {}})
     container = {
         "command": [entry],
         "args": [fill_in(word) for word in service["command"]],
-        "env": [{"name": key, "value": value} for key, value in service.get("environment", {}).items()],
+        "env": [{"name": key, "value": fill_in(value)} for key, value in service.get("environment", {}).items()],
         "volumeMounts": mounts,
+        "securityContext": {"readOnlyRootFilesystem": service["read_only"]},
     }
     rights = {"runAsUser": int(user)}
     return PodPlan(name, known_as, {"containers": [container], "volumes": volumes, "securityContext": rights}, {})

@@ -6,7 +6,9 @@ import contextlib
 import io
 import itertools
 import json
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,24 @@ def test_two_pods_train_what_one_process_does(
         cluster.wait(cluster.step, "the end")
         assert [job.codes for job in cluster.jobs] == [{0: [0], 1: [0]}], cluster.output()
         assert_trained(cluster, known)
+
+
+@pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
+def test_a_pod_writes_to_its_own_places_alone(tmp_path: Path, task: Path, hosts: Hosts, form: str) -> None:
+    """With the key of the job in its environment. Arguments are those of the kubelet: $(HOME) would be a variable."""
+    manifests = render(task, "--form", form, "--nodes", "2")
+    script = (
+        "for place in / /opt /usr/lib /etc /var; do touch $place/x 2>&1 | grep -c 'Read-only file system'; done; "
+        "touch $HOME/x /tmp/y /dev/shm/x /runs/x && mkdir -p ~/.cache/a && echo ${#RUNG_RDZV_KEY} '$$(HOME)'"
+    )
+    with Cluster(tmp_path, manifests, hosts) as cluster:
+        plan = cluster.jobs[0].plan.pod(0)
+        container = {**plan.spec["containers"][0], "command": ["sh", "-c"], "args": [script]}
+        pod = cluster.start(replace(plan, spec={**plan.spec, "containers": [container]}))
+        deadline = time.monotonic() + 60
+        while pod.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert pod.output().split() == ["1"] * 5 + ["64", "$(HOME)"]
 
 
 @pytest.mark.slow

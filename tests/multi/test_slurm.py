@@ -69,9 +69,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield cluster
 
 
-def submit(slurm: Slurm, folder: Path, out: str, *flags: str, steps: int = 12) -> str:
+def submit(slurm: Slurm, folder: Path, out: str, *flags: str, steps: int = 12, task: str = "net.py") -> str:
     """The number of a new job."""
-    command = ["submit", "slurm", "net.py", "--out", out, "--steps", str(steps), *flags]
+    command = ["submit", "slurm", task, "--out", out, "--steps", str(steps), *flags]
     said = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(said), mock.patch.dict(os.environ, slurm.environment):
         assert main(command) == 0
@@ -133,6 +133,23 @@ def test_a_preempted_job_comes_back_and_ends_with_the_right_weights(slurm: Slurm
     steps = [row["step"] for row in events(folder / "preempted", "step")]
     assert steps == list(range(1, 13))  # none lost, none taken twice
     assert_like_one_process(folder, "preempted")
+
+
+def test_the_key_of_a_job_reaches_its_nodes_and_nothing_else(slurm: Slurm, folder: Path) -> None:
+    """Also where srun would pass on no variables. The name of the run is one that sbatch could misread."""
+    out = 'it\'s "$(touch pwned)" %j #x'
+    tells = "import os; print('the key:', os.environ['RUNG_RDZV_KEY'], flush=True)"
+    (folder / "tell.py").write_text(TASK.replace("def model(pause=0.0):", f"def model(pause=0.0): {tells};"))
+    flags = ("--nodes", "2", "--nproc", "1", "--sbatch", "export=NONE", "--env", "OMP_NUM_THREADS=1")
+    with mock.patch.dict(os.environ, {"RUNG_RDZV_KEY": "of the shell that submits"}):
+        number = submit(slurm, folder, out, *flags, task="tell.py")
+    finish(slurm, number, folder, out)
+    said = (folder / f"{out}.out").read_text()
+    (key,) = set(re.findall(r"the key: (\S+)", said))
+    assert re.fullmatch("[0-9a-f]{64}", key)
+    assert key not in slurm.run("scontrol", "show", "job", number) + (folder / f"{out}.sbatch").read_text()
+    assert not (folder / "pwned").exists()
+    assert_like_one_process(folder, out)
 
 
 @pytest.mark.slow

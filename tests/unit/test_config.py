@@ -113,7 +113,7 @@ def test_contradictions_are_refused_before_anything_starts() -> None:
 
 def test_every_flag_of_the_issue_is_a_setting_of_file_and_task() -> None:
     asked = (
-        "strategy nproc nnodes rdzv batch_size micro_batch steps epochs seed shuffle precision clip compile "
+        "strategy nproc nnodes rdzv rdzv_key batch_size micro_batch steps epochs seed shuffle precision clip compile "
         "activation_checkpointing offload shard_by out schedule split sequence_parallel checkpoint_every keep "
         "replicate_state max_restarts timeout backend servers staleness compress local_steps outer "
         "profile log"

@@ -88,3 +88,13 @@ def test_workers_may_come_and_go_and_have_time_to_save() -> None:
     assert int(worker["stop_grace_period"].removesuffix("s")) > 30, "what saving may take"
     assert worker["image"] == services[host]["image"] == "rung:cpu"
     assert services[host]["build"]["target"] in stages()
+
+
+def test_containers_have_a_key_and_few_rights() -> None:
+    """Compose refuses to start without a key. No file of the project has one."""
+    for service in compose()["services"].values():
+        assert service["environment"]["RUNG_RDZV_KEY"].startswith("${RUNG_RDZV_KEY:?"), "a refusal where it is missing"
+        assert service["read_only"] and service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert "/tmp" in service["tmpfs"] and service["environment"]["HOME"] == "/tmp"
+    assert ".env" in (ROOT / ".gitignore").read_text().splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import re
@@ -19,6 +20,7 @@ import yaml
 from rung.cli import main
 from rung.errors import RESUME_EXIT_CODE
 from rung.submit.yaml import write_documents
+from tests.pods import expand
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEMAS = ROOT / "tests" / "schemas"
@@ -153,8 +155,9 @@ def test_validation_notices_what_is_wrong(capsys: pytest.CaptureFixture[str], ta
 
 def test_a_fixed_number_of_pods_meets_at_the_first(capsys: pytest.CaptureFixture[str], task: Path) -> None:
     manifests = render(capsys, task, "--nodes", "3", "--nproc", "2", "--name", "alpha")
-    assert [manifest["kind"] for manifest in manifests] == ["ConfigMap", "Service", "Job"]
-    _, service, job = manifests
+    kinds = ["ConfigMap", "Secret", "NetworkPolicy", "Service", "Job"]
+    assert [manifest["kind"] for manifest in manifests] == kinds
+    *_, service, job = manifests
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
     pod = pod_of(job)
     assert pod["subdomain"] == service["metadata"]["name"] == "alpha"
@@ -186,7 +189,8 @@ def test_an_elastic_job_meets_in_a_pod_of_its_own(capsys: pytest.CaptureFixture[
 
 def test_one_pod_needs_no_meeting(capsys: pytest.CaptureFixture[str], task: Path) -> None:
     manifests = render(capsys, task, "--nproc", "4")
-    assert [manifest["kind"] for manifest in manifests] == ["ConfigMap", "Job"]
+    assert [manifest["kind"] for manifest in manifests] == ["ConfigMap", "NetworkPolicy", "Job"]
+    assert "RUNG_RDZV_KEY" not in [variable["name"] for variable in pod_of(manifests[-1])["containers"][0]["env"]]
     assert "--rdzv" not in pod_of(manifests[-1])["containers"][0]["args"]
 
 
@@ -206,17 +210,132 @@ def test_pods_have_time_to_save_and_few_rights(capsys: pytest.CaptureFixture[str
     (job,) = of_kind(render(capsys, task, "--set", "grace_seconds=100", "--shm-size", "2Gi"), "Job")
     pod = pod_of(job)
     assert pod["terminationGracePeriodSeconds"] > 100
-    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] != 0
-    assert pod["automountServiceAccountToken"] is False
-    rights = pod["containers"][0]["securityContext"]
-    assert rights == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert mounts["shared-memory"] == "/dev/shm"
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
     assert mounts["volume-0"] == "/runs" and volumes["volume-0"]["persistentVolumeClaim"] == {"claimName": "runs"}
-    (job,) = of_kind(render(capsys, task, "--service-account", "trainer"), "Job")
-    assert pod_of(job)["serviceAccountName"] == "trainer"
+
+
+def pods_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The pods of every form, the meeting place's among them."""
+    found = [pod_of(job) for job in of_kind(manifests, "Job")]
+    for manifest in of_kind(manifests, "JobSet"):
+        found += [job["template"]["spec"]["template"]["spec"] for job in manifest["spec"]["replicatedJobs"]]
+    return found + [_pod_of_train_job(manifest["spec"])["spec"] for manifest in of_kind(manifests, "TrainJob")]
+
+
+FORMS = [("job", "2"), ("job", "1:3"), ("jobset", "2"), ("jobset", "1:3"), ("trainjob", "2")]
+
+
+@pytest.mark.parametrize(("form", "nodes"), FORMS)
+def test_no_pod_has_more_rights_than_it_needs(
+    capsys: pytest.CaptureFixture[str], task: Path, form: str, nodes: str
+) -> None:
+    manifests = render(capsys, task, "--form", form, "--nodes", nodes, "--scratch", "/cache/")
+    accounts = {manifest["metadata"]["name"]: manifest for manifest in of_kind(manifests, "ServiceAccount")}
+    pods = pods_of(manifests)
+    assert len(pods) == (2 if ":" in nodes else 1)
+    for pod in pods:
+        rights = pod["securityContext"]
+        assert rights["runAsNonRoot"] and rights["runAsUser"] != 0
+        assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
+        # A patch of a TrainJob has no word for it but the account's name.
+        holder = accounts[pod["serviceAccountName"]] if form == "trainjob" else pod
+        assert holder["automountServiceAccountToken"] is False
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }
+        empty = {volume["name"] for volume in pod["volumes"] if volume.get("emptyDir") == {}}
+        written = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in empty}
+        assert written == ({"/tmp"} if "rdzv" in container["args"] else {"/tmp", "/cache"})
+        assert {"name": "HOME", "value": "/tmp"} in container["env"]
+    named = render(capsys, task, "--form", form, "--nodes", nodes, "--service-account", "trainer")
+    assert pods_of(named)[-1]["serviceAccountName"] == "trainer" and not of_kind(named, "ServiceAccount")
+
+
+def test_a_claim_may_be_the_place_that_pods_write_to(capsys: pytest.CaptureFixture[str], task: Path) -> None:
+    (job,) = of_kind(render(capsys, task, "--volume", "data:/tmp", "--env", "HOME=/runs"), "Job")
+    (container,) = pod_of(job)["containers"]
+    assert [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/tmp"] == ["volume-1"]
+    assert [v["value"] for v in container["env"] if v["name"] == "HOME"] == ["/runs"]
+
+
+@pytest.mark.parametrize(("form", "nodes"), FORMS)
+def test_pods_of_a_job_are_reached_by_one_another_alone(
+    capsys: pytest.CaptureFixture[str], task: Path, form: str, nodes: str
+) -> None:
+    words = ("--form", form, "--nodes", nodes, "--name", "alpha")
+    (policy,) = of_kind(render(capsys, task, *words), "NetworkPolicy")
+    own = {"matchLabels": {"app.kubernetes.io/name": "rung", "app.kubernetes.io/instance": "alpha"}}
+    assert policy["spec"] == {
+        "podSelector": own,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": own}]}],
+    }
+    manifests = render(capsys, task, *words, "--egress", "job")
+    for manifest in manifests:
+        validate(manifest)
+    (policy,) = of_kind(manifests, "NetworkPolicy")
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    pods, names = policy["spec"]["egress"]
+    assert pods == {"to": [{"podSelector": own}]}
+    assert names == {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
+    for template in re.findall(r"'template': \{'metadata': \{'labels': (\{[^}]*\})", str(manifests)):
+        assert own["matchLabels"].items() <= ast.literal_eval(template).items(), "the policy is for every pod"
+
+
+@pytest.mark.parametrize(("form", "nodes"), FORMS)
+def test_several_pods_know_each_other_by_a_key_of_their_own(
+    capsys: pytest.CaptureFixture[str], task: Path, form: str, nodes: str
+) -> None:
+    keys = set()
+    for _ in range(2):
+        capsys.readouterr()
+        assert submit(task, "--dry-run", "--form", form, "--nodes", nodes, "--name", "alpha") == 0
+        text = capsys.readouterr().out
+        manifests = list(yaml.safe_load_all(text))
+        (secret,) = of_kind(manifests, "Secret")
+        assert secret["metadata"]["labels"]["app.kubernetes.io/instance"] == "alpha" and secret["immutable"]
+        ((name, key),) = secret["stringData"].items()
+        assert name == "RUNG_RDZV_KEY" and re.fullmatch("[0-9a-f]{64}", key)
+        assert text.count(key) == 1, "in the Secret alone"
+        assert text.startswith("# The Secret alpha-key is the key") and "-l app.kubernetes.io/instance=alpha" in text
+        reference = {"secretKeyRef": {"name": secret["metadata"]["name"], "key": name}}
+        for pod in pods_of(manifests):
+            assert {"name": name, "valueFrom": reference} in pod["containers"][0]["env"]
+        order = [manifest["kind"] for manifest in manifests]
+        assert order.index("Secret") < min(order.index(kind) for kind in order if kind in ("Job", "JobSet", "TrainJob"))
+        keys.add(key)
+    assert len(keys) == 2
+
+
+HOSTILE = (
+    "$(HOME)", "$$(HOME)", "$HOME", "a$", "$$", "$(", "yes", "NO", "null", "~", "1e3", "0x1f", "1_000", "1:30", ".inf",
+    "2026-11-16", "a: b", "- a", "? a", "#a", " a ", "\ta\t", "a\n- b", "a\r\nb", "\u2028", "\x85", "\ufeffa",
+    "\x1b[2J", "{{x}}", "&a", "*a", "!!int 1", "|", "> b", "%a", "@a", "`a`", "'", '"', "\\", "\\u0041", "---",
+    "...", "é😀", "=", "<<",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
+def test_a_pod_gets_the_words_and_variables_as_they_were_given(
+    capsys: pytest.CaptureFixture[str], task: Path, form: str
+) -> None:
+    """Through YAML, and through the kubelet, for which $(NAME) is a variable."""
+    given = [word for number, text in enumerate(HOSTILE) for word in ("--env", f"V{number}={text}")]
+    out = f"/runs/{'|'.join(HOSTILE)}"
+    (pod,) = pods_of(render(capsys, task, "--form", form, f"--out={out}", *given))
+    (container,) = pod["containers"]
+    environment: dict[str, str] = {}
+    for variable in container["env"]:
+        environment[variable["name"]] = expand(variable["value"], environment)
+    assert [environment[f"V{number}"] for number in range(len(HOSTILE))] == list(HOSTILE)
+    words = [expand(word, environment) for word in container["args"]]
+    assert words[words.index("--out") + 1] == out
 
 
 def test_what_nodes_must_have_is_asked_for(capsys: pytest.CaptureFixture[str], task: Path) -> None:
@@ -246,7 +365,7 @@ def test_the_task_goes_along_with_what_it_imports(
     (tmp_path / "settings.toml").write_text("seed = 3\n")
     (task.parent / "words.txt").write_text("é: '#'\n\n  three\n")
     further = ("--config", str(tmp_path / "settings.toml"), "--ship", str(task.parent / "words.txt"))
-    files, job = render(capsys, task, *further)
+    files, _, job = render(capsys, task, *further)
     (volume,) = [volume for volume in pod_of(job)["volumes"] if "configMap" in volume]
     found = {item["path"]: files["data"][item["key"]] for item in volume["configMap"]["items"]}
     assert found == {
@@ -259,7 +378,7 @@ def test_the_task_goes_along_with_what_it_imports(
     words = pod_of(job)["containers"][0]["args"]
     assert words[:2] == ["train", "/task/small/task.py"]
     assert words[words.index("--config") + 1] == "/task/small/settings.toml"
-    (job,) = render(capsys, task, "--task-in-image", "/opt/tasks/small")
+    (job,) = of_kind(render(capsys, task, "--task-in-image", "/opt/tasks/small"), "Job")
     assert pod_of(job)["containers"][0]["args"][1] == "/opt/tasks/small"
 
 
@@ -276,6 +395,11 @@ def test_the_task_goes_along_with_what_it_imports(
         (("--volume", "data://"), "--volume takes CLAIM:/PATH"),
         (("--volume", "data:/a/../b"), "--volume takes CLAIM:/PATH"),
         (("--volume", "My_Claim:/data"), "'My_Claim' cannot be the name"),
+        (("--scratch", "cache"), "--scratch takes /PATH, as in /cache, not 'cache'"),
+        (("--scratch", "/runs"), "runs is mounted there"),
+        (("--scratch", "/dev/shm/x"), "shared memory is mounted at /dev/shm"),
+        (("--env", "RUNG_RDZV_KEY=0123456789abcdef"), "a key of its own"),
+        (("--env", "A=\udcff"), "is no text in UTF-8"),
         (("--secret", "My Secret"), "'My Secret' cannot be the name"),
         (("--namespace", "My NS"), "--namespace 'My NS'"),
         (("--label", "a b=c"), "'a b' is not what Kubernetes takes there"),

@@ -111,16 +111,21 @@ def test_all_manifests_are_judged_and_then_made(api: Api, words: list[str], caps
     rendered = list(yaml.safe_load_all(capsys.readouterr().out))
     assert not api.requests, "a dry run asks nobody"
     assert main(words) == 0
-    kinds = ["configmaps", "services", "jobs", "jobs"]
-    roots = ["/api/v1", "/api/v1", "/apis/batch/v1", "/apis/batch/v1"]
+    kinds = ["configmaps", "secrets", "networkpolicies", "services", "jobs", "jobs"]
+    roots = ["/api/v1", "/api/v1", "/apis/networking.k8s.io/v1", "/api/v1", "/apis/batch/v1", "/apis/batch/v1"]
     paths = [f"{root}/namespaces/lab/{kind}" for root, kind in zip(roots, kinds, strict=True)]
     assert [(verb, path) for verb, path, _, _ in api.requests] == [("POST", path) for path in paths * 2]
-    assert ["dryRun" in query for _, _, query, _ in api.requests] == [True] * 4 + [False] * 4
+    assert ["dryRun" in query for _, _, query, _ in api.requests] == [True] * 6 + [False] * 6
     assert {query["fieldValidation"][0] for _, _, query, _ in api.requests} == {"Strict"}
-    assert [body for _, _, _, body in api.requests[4:]] == rendered
+    judged, made = ([body for _, _, _, body in requests] for requests in (api.requests[:6], api.requests[6:]))
+    assert judged == made
+    key, other = (manifests[1].pop("stringData")["RUNG_RDZV_KEY"] for manifests in (made, rendered))
+    assert made == rendered and key != other, "each job has a key of its own"
     told = capsys.readouterr().out
     assert "submitted job small to the namespace lab; the run is /runs/a" in told
-    assert "kubectl delete job,service,configmap -n lab -l app.kubernetes.io/instance=small" in told
+    assert key not in told
+    every = "job,service,networkpolicy,secret,configmap"
+    assert f"kubectl delete {every} -n lab -l app.kubernetes.io/instance=small" in told
 
 
 def test_a_custom_kind_goes_to_its_own_group(api: Api, words: list[str]) -> None:
@@ -128,6 +133,7 @@ def test_a_custom_kind_goes_to_its_own_group(api: Api, words: list[str]) -> None
     assert api.requests[-1][1] == "/apis/jobset.x-k8s.io/v1alpha2/namespaces/night/jobsets"
     assert main([*words, "--form", "trainjob"]) == 0
     assert api.requests[-1][1] == "/apis/trainer.kubeflow.org/v1alpha1/namespaces/lab/trainjobs"
+    assert api.requests[-2][1] == "/api/v1/namespaces/lab/serviceaccounts"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +141,7 @@ def test_a_custom_kind_goes_to_its_own_group(api: Api, words: list[str]) -> None
     [
         ("job", "jobs", 409, 'jobs.batch "small" already exists', "choose another: --name NAME"),
         ("job", "configmaps", 403, "configmaps is forbidden", "takes no ConfigMap small-task: configmaps is forbidden"),
+        ("job", "networkpolicies", 403, "forbidden", "forbidden. If you may not make it yourself, let somebody apply"),
         ("jobset", "jobsets", 404, "the server could not find", "JobSet is not installed there. Use --form job"),
         ("trainjob", "trainjobs", 404, "the server could not find", "Kubeflow Trainer is not installed there"),
     ],
@@ -161,7 +168,7 @@ def test_what_was_made_goes_again_if_the_rest_cannot_be(
     api.refusals["jobs", False] = (403, "exceeded quota")
     assert main([*words, "--nodes", "2"]) == 2
     assert "exceeded quota" in capsys.readouterr().err
-    assert [verb for verb, *_ in api.requests if verb == "DELETE"] == ["DELETE", "DELETE"]
+    assert [verb for verb, *_ in api.requests if verb == "DELETE"] == ["DELETE"] * 4
     assert api.made == []
 
 

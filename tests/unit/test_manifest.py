@@ -14,6 +14,7 @@ from rung.checkpoint.manifest import (
     MANIFEST,
     find_damage,
     newest,
+    newest_good,
     prune,
     read_checkpoint,
     steps_in,
@@ -151,6 +152,7 @@ def _nonsense(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "names as list": {"state_dict": []},
         "no optimizer": {"optimizer": None},
         "computed": {"computed": [1]},
+        "finite as text": {"finite": "yes"},
     }
 
 
@@ -201,6 +203,29 @@ def test_pruning_counts_nothing_beyond_the_one_just_written(tmp_path: Path) -> N
         make_checkpoint(tmp_path, step)
     assert prune(tmp_path, keep=1, keep_every=None, newest=14) == [8, 12]
     assert sorted(steps_in(tmp_path)) == [14, 15]
+
+
+def test_pruning_keeps_the_newest_of_a_finite_state(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8, 10):
+        rewrite(make_checkpoint(tmp_path, step)[0], finite={2: True, 4: None}.get(step, False))
+    assert prune(tmp_path, keep=2, keep_every=None, newest=10) == [2, 6]
+    assert newest_good(tmp_path) == tmp_path / "step-00000004"
+    (tmp_path / "step-00000004" / MANIFEST).write_text("{")
+    assert newest_good(tmp_path) is None
+
+
+def test_the_list_marks_what_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 4):
+        rewrite(make_checkpoint(tmp_path / "checkpoints", step)[0], finite=step == 2)
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("whole, not finite") == 1 and "--resume goes on after step 2" in shown
+    for path in (tmp_path / "checkpoints").iterdir():
+        rewrite(path, finite=False)
+    main(["checkpoints", str(tmp_path)])
+    assert "--resume goes on after step 4" in capsys.readouterr().out  # there is no other
+    main(["export", str(tmp_path), "--output", str(tmp_path / "out.safetensors")])
+    assert "the loss or the gradient norm of step 4 was not finite." in capsys.readouterr().out
 
 
 def test_the_list_tells_whole_damaged_and_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

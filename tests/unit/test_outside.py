@@ -221,16 +221,22 @@ def test_several_machines_without_mpi4py_must_be_told_where_to_meet(monkeypatch:
         store.open_store(Place("mpirun", 0, 4, 0, 2, "a job"), over_mpi=False)
 
 
-def test_rank_0_is_looked_for_at_addresses_that_others_may_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_serves_the_store_at_an_address_that_others_may_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"near": "10.0.0.1", "itself": "127.0.1.1", "192.0.2.1": "192.168.0.9"}
+
     def towards(name: str, port: int) -> str:
-        if name == "unknown":
+        if name not in known:
             raise EnvironmentProblem("no such name")
-        return {"near": "10.0.0.1", "itself": "127.0.1.1"}.get(name, "192.168.0.9")
+        return known[name]
 
     monkeypatch.setattr(store, "address_towards", towards)
-    names = ["head", "itself", "near", "unknown", "near"]
-    assert store._addresses(names, Place("mpirun", 0, 5, 0, 2)) == ["10.0.0.1", "192.168.0.9", "head"]
-    assert store._addresses(names, Place("mpirun", 0, 5, 0, 5)) == ["127.0.0.1"]
+    monkeypatch.setattr(store, "address_among_others", lambda name, port: ("172.16.0.2", True))
+    place = Place("mpirun", 0, 5, 0, 2)
+    assert store._address(["head", "itself", "near", "unknown", "near"], place) == "10.0.0.1"
+    assert store._address(["head", "itself", "unknown"], place) == "192.168.0.9"
+    assert store._address(["head", "head"], Place("mpirun", 0, 2, 0, 2)) == "127.0.0.1"
+    known.clear()
+    assert store._address(["head", "other"], place) == "172.16.0.2"
 
 
 def test_an_mpi_of_another_kind_than_mpiruns_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,3 +248,99 @@ def test_a_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monk
 
 def _no_space(*args: Any, **kwargs: Any) -> Any:
     raise OSError(28, "No space left on device")
+
+
+# -- a task that has changed ------------------------------------------------------------------------------------------
+
+
+def _adamw(lr: float, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)) -> Any:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr, betas, weight_decay=weight_decay)
+
+
+def _two_groups(lr: float) -> Any:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [model.layer.weight]}, {"params": [model.layer.bias], "lr": lr}], lr=0.1)
+
+    return make
+
+
+def _cosine(eta_min: float) -> Any:
+    return lambda optimizer, total: CosineAnnealingLR(optimizer, 12, eta_min)
+
+
+def _warm(gamma: float) -> Any:
+    def make(optimizer: Any, total: int) -> LRScheduler:
+        parts = [ExponentialLR(optimizer, 0.9), ExponentialLR(optimizer, gamma)]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ((_adamw(0.01), None), (_adamw(0.02), None), "lr is 0.02 in the task and 0.01 in the checkpoint: the checkpoi"),
+        ((_adamw(0.01), None), (_adamw(0.01, 0.3), None), "weight_decay is 0.3 in the task and 0.1 in the checkpoint"),
+        ((_adamw(0.01), None), (_adamw(0.01, 0.1, (0.8, 0.95)), None), "betas is [0.8, 0.95] in the task and [0.9, 0"),
+        ((_two_groups(0.1), None), (_two_groups(0.2), None), "lr of group 1 is 0.2 in the task and 0.1 in the checkp"),
+        ((_adamw(0.01), _cosine(0.0)), (_adamw(0.02), _cosine(0.0)), "lr is 0.02 in the task and 0.01 in the checkpo"),
+        ((_adamw(0.01), _cosine(0.0)), (_adamw(0.01), _cosine(0.1)), "eta_min is 0.1 in the task and 0.0 in the chec"),
+        ((_adamw(0.01), _warm(0.8)), (_adamw(0.01), _warm(0.7)), "gamma of part 1 is 0.7 in the task and 0.8 in the"),
+        ((_adamw(0.01), _cosine(0.0)), (_adamw(0.01), None), "the task has none now, and the checkpoint was saved wi"),
+    ],
+)
+def test_what_the_task_says_otherwise_is_told_in_one_line(tmp_path: Path, before: Any, after: Any, words: str) -> None:
+    tasks = [image_task(model=Plain, optimizer=o, schedule=schedule) for o, schedule in (before, after)]
+    first, _ = _steps(tasks[0], tmp_path, 0, 4)
+    rate = first.optimizer.param_groups[-1]["lr"]
+    runtime, rates = _steps(tasks[1], tmp_path, 4, 5)
+    told = [note for note in runtime.notes if "the task" in note]
+    assert len(told) == 1 and words in told[0], runtime.notes
+    assert "start a new run from the weights (rung export)" in told[0]
+    assert runtime.optimizer.param_groups[-1]["lr"] == rate or after[1] is not None
+    if len(runtime.optimizer.param_groups) == 1:
+        assert rates == [rate]  # the checkpoint's, as the line says
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [(["bias"], "layer.weight is group 1 in the task and group 0 in the checkpoint (and 1 more parameters): the"),
+     ([], "layer.weight is in no group in the task and group 0 in the checkpoint: the task's groups are used")],
+)  # fmt: skip
+def test_parameters_that_changed_their_group_are_told_of(tmp_path: Path, first: list[str], words: str) -> None:
+    def make(names: list[str]) -> Any:
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            rest = {"weight", "bias"} - set(names) if names else {"bias"}
+            groups = [[getattr(model.layer, name) for name in some] for some in (names, sorted(rest))]
+            return torch.optim.SGD([{"params": some} for some in groups], lr=0.1)
+
+        return optimizer
+
+    before, after = (image_task(model=Plain, optimizer=make(names), schedule=None) for names in (["weight"], first))
+    _steps(before, tmp_path, 0, 4)
+    notes = _steps(after, tmp_path, 4, 5)[0].notes
+    assert any(words in note for note in notes), notes
+
+
+def test_another_schedule_is_refused_unless_it_begins_anew(tmp_path: Path) -> None:
+    tasks = [image_task(model=Plain, optimizer=_adamw(0.01), schedule=made) for made in (_cosine(0.0), _warm(0.8))]
+    _steps(tasks[0], tmp_path, 0, 4)
+    with pytest.raises(CheckpointError, match="has the state of a CosineAnnealingLR"):
+        _steps(tasks[1], tmp_path, 4, 5)
+    notes = _steps(tasks[1], tmp_path, 4, 5, total=20)[0].notes
+    assert "schedule: CosineAnnealingLR in the checkpoint, SequentialLR in the task: the task's is used" in notes
+
+
+@pytest.mark.parametrize("schedule", [None, _cosine(0.0), _warm(0.8), lambda o, total: OneCycleLR(o, 0.1, total)])
+def test_nothing_is_told_of_a_task_that_is_the_same(tmp_path: Path, schedule: Any) -> None:
+    task = image_task(model=Plain, optimizer=_adamw(0.01), schedule=schedule)
+    _steps(task, tmp_path, 0, 4)
+    assert not [note for note in _steps(task, tmp_path, 4, 5)[0].notes if "the task" in note]
+
+
+def test_with_another_length_the_schedule_and_its_groups_are_the_tasks(tmp_path: Path) -> None:
+    tasks = [image_task(model=Plain, optimizer=_adamw(lr), schedule=_cosine(0.0)) for lr in (0.01, 0.02)]
+    _steps(tasks[0], tmp_path, 0, 4)
+    runtime, _ = _steps(tasks[1], tmp_path, 4, 5, total=20)
+    assert [note for note in runtime.notes if "lr is 0.02 in the task" in note and "the task's is used" in note]
+    assert runtime.optimizer.param_groups[0]["initial_lr"] == 0.02

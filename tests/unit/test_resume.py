@@ -18,6 +18,7 @@ from rung.launch.resume import (
     claim,
     find_run,
     is_finished,
+    machines_left_out,
     new_length,
     refuse_differences,
     run_if_there,
@@ -134,10 +135,17 @@ def test_a_new_strategy_brings_its_own_number_of_processes(task: Task) -> None:
         go_on(run, nproc="3")
 
 
-def test_one_machine_can_go_on_with_what_several_began(task: Task) -> None:
-    run = write_run(task, "runs/a", nproc="2", nnodes="1:2", rdzv="localhost:1")
-    assert go_on(run).terms.nodes == (1, 2)
-    assert go_on(run, nnodes="1").terms.nodes == (1, 1)
+def test_a_run_does_not_say_which_machines_meet(task: Task) -> None:
+    """It may have come from somebody else, who would have this machine meet theirs."""
+    foreign = {"nnodes": "1:2", "rdzv": "foreign:1", "rdzv_key": "/etc/hostname", "rpc_host": "0.0.0.0"}
+    run = write_run(task, "runs/a", nproc="2", **foreign)
+    plan = go_on(run)
+    assert plan.terms.nodes == (1, 1) and plan.terms.rdzv is None
+    assert (plan.config.rdzv_key, plan.config.rpc_host) == (None, None)
+    told = machines_left_out(run, plan.config)
+    assert told is not None and "nnodes=1:2, rdzv=foreign:1" in told and "give them again" in told
+    again = go_on(run, nnodes="1:2", rdzv="localhost:1")
+    assert (again.terms.nodes, again.terms.rdzv) == ((1, 2), "localhost:1")
 
 
 def test_a_new_length_replaces_the_old_one_and_is_told(task: Task) -> None:

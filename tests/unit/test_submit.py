@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rung.cli import main
+from rung.cli import _build_parser, main
 from rung.errors import ConfigError, RungError
 from rung.submit.job import Asked, Job, describe, describe_each
 from rung.submit.slurm_script import Script, render
@@ -100,6 +101,7 @@ def test_settings_of_a_file_and_of_the_task_count(task: str) -> None:
         ({"nodes": "0"}, "nodes must be at least 1"),
         ({"nodes": "two"}, "nodes is a number, or MIN:MAX"),
         ({"assignments": {"rdzv": "a:1"}}, "Leave out --set rdzv"),
+        ({"assignments": {"rdzv_key": "file"}}, "Leave out --set rdzv_key"),
         ({"assignments": {"model.wdth": "8"}}, "width"),
         ({"flags": {"offload": "cpu"}, "strategy": "ddp", "nodes": "2"}, "shards no parameters"),
         ({"resume": "nowhere"}, "there is no run in nowhere"),
@@ -194,7 +196,7 @@ def run_shell(text: str, tmp_path: Path, task_id: str = "0") -> list[str]:
     programs = tmp_path / "programs"
     programs.mkdir(exist_ok=True)
     for name, body in {
-        "srun": 'printf "%s\\n" "$@" > words',
+        "srun": 'printf "%s\\0" "$@" > words; printf "%s\\0" "${RUNG_RDZV_KEY-}" "${NOTE-}" > variables',
         "scontrol": "echo '   NodeAddr=10.0.0.7 NodeHostName=n7 Version=22'",
         "squeue": "true",
     }.items():
@@ -202,20 +204,92 @@ def run_shell(text: str, tmp_path: Path, task_id: str = "0") -> list[str]:
         (programs / name).chmod(0o755)
     variables = {"SLURM_JOB_ID": "20007", "SLURMD_NODENAME": "n7", "SLURM_CPUS_PER_TASK": "2"}
     variables |= {"SLURM_ARRAY_TASK_ID": task_id, "SLURM_JOB_NUM_NODES": "3", "PATH": f"{programs}:/usr/bin:/bin"}
-    (tmp_path / "job.sh").write_text(text)
+    (tmp_path / "job.sh").write_text(text, encoding="utf-8")
     done = subprocess.run(["bash", "-eu", "job.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    return (tmp_path / "words").read_text().splitlines()
+    return (tmp_path / "words").read_bytes().decode().split("\0")[:-1]
 
 
-def test_the_shell_reads_the_words_as_they_were_given(task: str, tmp_path: Path) -> None:
-    nasty = "a b'c\"d$HOME"
-    job = describe(asked(task, "ddp", nodes="2", flags={"out": nasty}, environment=(("NOTE", nasty),)))
-    text = script(job, made_by="rung submit 'two\nlines'", setup=('test "$PWD" != / && true',))
+def variables_of_srun(tmp_path: Path) -> list[str]:
+    """The key of the job and NOTE, as srun has seen them in `run_shell`."""
+    return (tmp_path / "variables").read_bytes().decode().split("\0")[:-1]
+
+
+# Each would make a file `pwned` if a shell, bash's history or sbatch read more into it than its characters.
+HOSTILE = (
+    "a\ntouch pwned\n#", "a\n#SBATCH --wrap=touch", "$(touch pwned)", "`touch pwned`", "a b'c\"d$HOME",
+    "'; touch pwned; '", "!touch", "a;touch pwned", "a\\", '\\"', "a\r\ntouch pwned", "\x1b[2Jx", "* ?", "~",
+    "é\u2028\x85x", '"$head:$port"',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_the_shell_reads_the_words_as_they_were_given(task: str, tmp_path: Path, value: str) -> None:
+    Path(value).mkdir()
+    task = str(Path(value, "mine.py"))
+    Path(task).write_text(Path("mine.py").read_text())
+    job = describe(asked(task, "ddp", nodes="2", flags={"out": value}, environment=(("NOTE", value),)))
+    job = replace(job, settings=("--set", f"x={value}"))
+    text = script(job, made_by=f"rung submit {value}", program=(value, "rung"))
     words = run_shell(text, tmp_path)
-    assert words[words.index("--out") + 1] == nasty
+    assert words[words.index("--out") + 1] == value
     assert words[words.index("--rdzv") + 1] == "10.0.0.7:10007"
-    assert words[words.index("rung") :][:3] == ["rung", "train", "mine.py"]
+    assert words[words.index(value) :][:4] == [value, "rung", "train", task]
+    assert words[-1] == f"x={value}"
+    assert variables_of_srun(tmp_path)[1] == value
+    assert not Path("pwned").exists()
+    # An array says the same in another place.
+    jobs = [replace(job, out=out) for out in (value, "other")]
+    words = run_shell(script(*jobs), tmp_path)
+    assert words[words.index("--out") + 1] == value and not Path("pwned").exists()
+    # sbatch reads no directives but those of this module.
+    assert directives(text).keys() == directives(script(replace(job, out="x", environment=()))).keys()
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("place", ["output", "folder", "option"])
+def test_a_directive_holds_one_line_or_is_refused(task: str, value: str, place: str) -> None:
+    given = {"output": {"output": value}, "folder": {"folder": value}, "option": {"options": {"comment": value}}}[place]
+    key, origin = {
+        "output": ("output", "--out: the output file"),
+        "folder": ("chdir", "the working directory"),
+        "option": ("comment", "--comment"),
+    }[place]
+    if value.isprintable() and not (place == "output" and "\\" in value):
+        # The rules of sbatch for quotes are also those of a shell, but for $ and `, which sbatch leaves alone.
+        line = directives(script(describe(asked(task)), **given))[key]
+        assert re.sub(r"\\(.)", r"\1", line.removeprefix('"').removesuffix('"')) == value
+    else:
+        with pytest.raises(ConfigError, match=re.escape(f"{origin} {value!r} has a")):
+            script(describe(asked(task)), **given)
+
+
+def test_a_path_that_begins_with_a_hyphen_is_no_flag(task: str, tmp_path: Path) -> None:
+    Path("-mine.py").write_text(Path("mine.py").read_text())
+    Path("-run.toml").write_text("seed = 3\n")
+    job = describe(asked("-mine.py", flags={"out": "-x"}, config_file="-run.toml"))
+    words = run_shell(script(job), tmp_path)
+    options = _build_parser().parse_args(words[words.index("rung") + 1 :])
+    assert [Path(path) for path in (options.task, options.out, options.config)] == [
+        Path("-mine.py"),
+        Path("-x"),
+        Path("-run.toml"),
+    ]
+
+
+def test_every_start_of_several_nodes_makes_a_key(task: str, tmp_path: Path) -> None:
+    """srun passes it on, also of a job that is submitted with --export; it is in no file and in no argument."""
+    text = script(describe(asked(task, nodes="2")), setup=("set -x",))
+    found = []
+    for _ in range(2):
+        words = run_shell(text.replace("set -x", "exec 2> traced; set -x"), tmp_path)
+        assert "--export=ALL" in words[: words.index("rung")]
+        found.append(variables_of_srun(tmp_path)[0])
+        assert re.fullmatch("[0-9a-f]{64}", found[-1])
+        assert found[-1] not in " ".join(words) + text + Path("traced").read_text()
+    assert found[0] != found[1]
+    run_shell(script(describe(asked(task))), tmp_path)
+    assert variables_of_srun(tmp_path)[0] == "", "one node has nobody to know"
 
 
 def test_each_task_of_an_array_has_its_own_words(task: str, tmp_path: Path) -> None:
@@ -259,7 +333,15 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(task: str, capsys: pytes
         (["--notice", "20"], "grace_seconds=30"),
         (["--mem", "64Q"], "a number and K, M, G or T: 64G"),
         (["--cpus-per-task", "abc"], "is no number of cores"),
-        (["--partition", "a\nrm -rf x"], "nothing that sbatch takes"),
+        (["--partition", "a\nrm -rf x"], "--partition 'a\\nrm -rf x' has a line break"),
+        (["--partition", ""], "nothing that sbatch takes"),
+        (["--out", "a\nrm -rf x"], "--out: the output file 'a\\nrm -rf x.out' has a line break"),
+        (["--out", "a\\b"], "has a backslash"),
+        (["--out", "a\udcff"], "is no text in UTF-8"),
+        (["--sbatch", "comment=a\nb"], "--comment 'a\\nb' has a line break"),
+        (["--sbatch", "a\nb"], "as KEY=VALUE or KEY"),
+        (["--sbatch", 'exclusive"x'], "as KEY=VALUE or KEY"),
+        (["--env", "RUNG_RDZV_KEY=0123456789abcdef"], "a key of its own"),
         (["--sbatch", "no-requeue"], "the script says that itself"),
         (["--notice", "70000"], "at most 65535"),
         (["--nodes", "2:4", "--nproc", "1"], "Use --nodes 4"),
@@ -301,6 +383,24 @@ def test_processes_are_advised_for_each_machine(task: str, capsys: pytest.Captur
     assert "3 do not divide among 2 machines" in capsys.readouterr().err
     assert submit(task, "--nodes", "2", "--nproc", "3", "--strategy", "pp4", "--dry-run") == 2
     assert "Use --nproc 2 on each of 2 machines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["here", "-x", "a b"])
+def test_the_script_is_for_its_user_alone(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    """It holds the values of --env. One that lay there before, open to all or a link, does not stay."""
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs" / "sbatch").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > "{tmp_path}/words"\necho 7\n')
+    (tmp_path / "programs" / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'programs'}:/usr/bin:/bin")
+    Path("elsewhere").write_text("")
+    Path(f"{out}.sbatch").symlink_to("elsewhere")
+    for _ in range(2):
+        assert submit(task, f"--out={out}", "--env", "TOKEN=secret") == 0
+        path = Path(f"{out}.sbatch")
+        assert "export TOKEN=secret" in path.read_text() and path.stat().st_mode & 0o777 == 0o600
+        path.chmod(0o644)
+    assert Path("elsewhere").read_text() == ""
+    assert Path("words").read_text().splitlines() == ["--parsable", str(tmp_path / f"{out}.sbatch")]
 
 
 def test_a_machine_without_slurm_is_told_so(

@@ -26,7 +26,7 @@ from rung.measured import REDUCING, CollectiveRecord
 from rung.sizes import human_bytes
 from rung.strategy import parse
 from rung.version import VERSION
-from rung.world import World, open_world
+from rung.world import World, gather_json, open_world
 
 BATCH_SECONDS = 0.02  # of the calls between two looks at the clock, where they are quick
 MOST_CALLS = 200
@@ -242,9 +242,7 @@ class _Bench:
             raise _Verdict(state, said)
 
     def _gather(self, value: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._seat.size
-        dist.all_gather_object(everyone, value, group=self._control)
-        return everyone
+        return gather_json(value, self._control)
 
     def environment(self) -> dict[str, Any]:
         is_cuda = self._device.type == "cuda"

@@ -42,6 +42,7 @@ class Asked:
     nproc: int | None = None
     nnodes: int = 1
     rdzv: str | None = None
+    rdzv_key: str | None = None
     backend: str = "auto"
     device: str = "auto"
     ops: Sequence[str] = ()
@@ -125,7 +126,7 @@ def _run_with_others(plan: Plan, nproc: int, asked: Asked) -> Sweep | None:
     def say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
-    with seats_among(nproc, asked.nnodes, asked.rdzv, say) as seats, progress(plan.cases) as advance:
+    with seats_among(nproc, asked.nnodes, asked.rdzv, asked.rdzv_key, say) as seats, progress(plan.cases) as advance:
         found = on_seats(measure, seats, plan, listen=advance)[0]
     return _whole(plan, found) if seats.first_rank == 0 else None
 

@@ -113,6 +113,8 @@ def of_checkpoint(checkpoint: Checkpoint, notes: list[str] | None = None) -> Sou
         for key, name in stored.items()
     ]
     told = notes if notes is not None else []
+    if manifest.get("finite") is False:
+        told.append(f"the loss or the gradient norm of step {checkpoint.step} was not finite.")
     if manifest["computed"]:
         told.append(
             f"{', '.join(manifest['computed'][:3])}: the module computes this for its state dict; it is not in a "

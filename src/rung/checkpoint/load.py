@@ -42,15 +42,40 @@ def choose(folders: Mapping[str, Path], world: World, sites: Sites) -> Checkpoin
     """The newest state that is whole, complete at this rank's site. All ranks call it together and get the same.
 
     Each rank checks some of the files. What is wrong with newer states is said by the main rank. Where sites have
-    different files, they are passed on. None where there is no state at all; one that was saved and is damaged is no
-    reason to begin again, and raises CheckpointError unless an older one is whole.
+    different files, they are passed on. A state whose step had a loss of nan is taken only if there is no other. None
+    where there is no state at all; one that was saved and is damaged is no reason to begin again, and raises
+    CheckpointError unless another one is whole.
     """
+    own = [(step, kind) for kind, folder in folders.items() for step in steps_in(folder)] if sites.is_leader else []
+    candidates = sorted({(step, kind) for told in world.gather_objects(own) for step, kind in told}, reverse=True)
+    lost: list[tuple[int, str]] = []
     problems: list[str] = []
-    own = {(step, kind) for kind, folder in folders.items() for step in steps_in(folder)} if sites.is_leader else set()
-    candidates = sorted({found for told in world.gather_objects(own) for found in told}, reverse=True)
+    found = _choose(candidates, folders, world, sites, problems, lost)
+    if found is None and lost:
+        found = _choose(lost, folders, world, sites, problems)
+    if found is None and problems:
+        raise CheckpointError(_nothing_whole(problems, folders))
+    return found
+
+
+def _choose(
+    candidates: list[tuple[int, str]],
+    folders: Mapping[str, Path],
+    world: World,
+    sites: Sites,
+    problems: list[str],
+    lost: list[tuple[int, str]] | None = None,
+) -> Checkpoint | None:
+    """The first whole one. What is wrong with others is added to `problems`; those of non-finite states to `lost`,
+    where that is given."""
     for step, kind in candidates:
         folder = folder_of(folders[kind], step)
         content, problem = _content(folder, world, sites)
+        if content is not None and content.get("finite") is False and lost is not None:
+            lost.append((step, kind))
+            if world.is_main:
+                log.warning("%s is left out: the loss or the gradient norm of its step was not finite.", folder)
+            continue
         if content is None:
             if problem is not None and kind == "checkpoints":  # others, ranks that were killed may not have finished
                 problems.append(problem)
@@ -71,8 +96,6 @@ def choose(folders: Mapping[str, Path], world: World, sites: Sites) -> Checkpoin
             write_manifest(folder, content)
         world.barrier()
         return read_checkpoint(folder)
-    if problems:
-        raise CheckpointError(_nothing_whole(problems, folders))
     return None
 
 

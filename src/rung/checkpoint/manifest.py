@@ -134,6 +134,8 @@ def _find_nonsense(content: Mapping[str, Any]) -> str | None:
         return "its topology makes no sense"
     if not _is_evaluation(content):
         return "its evaluation makes no sense"
+    if not isinstance(content.get("finite"), bool | None):
+        return "what it says of its step makes no sense"
     optimizer = content["optimizer"]
     if not isinstance(optimizer["groups"], list) or not isinstance(optimizer["values"], dict):
         return "its optimizer makes no sense"
@@ -213,17 +215,32 @@ def digest_of_file(path: Path) -> str:
 
 def prune(checkpoints: Path, keep: int, keep_every: int | None, *, newest: int, best: int | None = None) -> list[int]:
     """After `newest` was written, remove what is not to be kept: of the whole ones up to it all but `keep`, those whose
-    step `keep_every` divides, and that of the `best` evaluation. Later ones are of another time, damaged or not, and
-    count for nothing. What saves that were cut short have left goes, too."""
+    step `keep_every` divides, that of the `best` evaluation, and the newest of a finite state. Later ones are of
+    another time, damaged or not, and count for nothing. What saves that were cut short have left goes, too."""
     found = {step: path for step, path in steps_in(checkpoints).items() if step <= newest}
     whole = [step for step, path in found.items() if (path / MANIFEST).exists()]
     kept = {newest, best, *whole[-keep:], *(step for step in whole if keep_every and step % keep_every == 0)}
+    kept.add(next((step for step in reversed(whole) if _may_be_good(found[step])), None))
     removed = [step for step in found if step not in kept]
     for step in removed:
         remove(found[step])
     for path in checkpoints.glob(".step-*"):
         remove(path)
     return removed
+
+
+def newest_good(checkpoints: Path) -> Path | None:
+    """The newest finished checkpoint whose state is not known to be non-finite."""
+    finished = [path for path in steps_in(checkpoints).values() if (path / MANIFEST).exists()]
+    return next((path for path in reversed(finished) if _may_be_good(path)), None)
+
+
+def _may_be_good(folder: Path) -> bool:
+    """Whether a manifest can be read and does not say that loss or gradient norm of its step were non-finite."""
+    try:
+        return json.loads((folder / MANIFEST).read_bytes()).get("finite") is not False
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def partial_of(checkpoints: Path, step: int) -> Path:

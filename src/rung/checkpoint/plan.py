@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from rung.checkpoint.files import DTYPES, Entry, TensorFile, dtype_name
 from rung.checkpoint.manifest import Checkpoint
@@ -51,7 +51,7 @@ class SharePlan:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), is_coordinator=True)
         own = planner.create_local_plan()
-        plans = [own] if alone else world.gather_objects(own)
+        plans = [own] if alone else [_read_plan(items) for items in world.gather_objects(_tell_plan(own))]
         shared, _ = planner.create_global_plan(plans) if not alone else ([own], None)
         mine: SavePlan = shared[0 if alone else world.rank]
         found = [Part(item, _entry_of(item)) for item in mine.items if _volume(item)]
@@ -94,6 +94,29 @@ class SharePlan:
                 "chunks": [],
             }
         return described
+
+
+def _tell_plan(plan: SavePlan) -> list[Any]:
+    """What a rank would write, in JSON. What is no tensor is not part of a state."""
+    found = []
+    for item in plan.items:
+        assert item.tensor_data is not None
+        data = item.tensor_data
+        place = list(item.index.offset) if item.index.offset is not None else None
+        chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
+        kind = [item.type.name, dtype_name(data.properties.dtype)]
+        found.append([item.index.fqn, place, item.index.index, *kind, *chunk, list(data.size)])
+    return found
+
+
+def _read_plan(found: list[Any]) -> SavePlan:
+    items = []
+    for name, place, number, kind, dtype, offsets, sizes, size in found:
+        index = MetadataIndex(name, torch.Size(place) if place is not None else None, number)
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(chunk, TensorProperties(DTYPES[dtype]), torch.Size(size))
+        items.append(WriteItem(index, WriteItemType[kind], tensor_data=data))
+    return SavePlan(items)
 
 
 def join(descriptions: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -137,12 +137,13 @@ class Saver:
         self._together("write the manifest", lambda: self._finish(folder, share.step, content), rooms)
         return sum(int(told["bytes"]) for told in content["files"].values())
 
-    def _clear(self, folder: Path, share: Share) -> _Room:
+    def _clear(self, folder: Path, share: Share) -> tuple[int, int | None]:
+        """The bytes of this rank's part, and the room that there is."""
         if self._sites.is_leader:
             if folder.exists():  # of a save that was cut short
                 remove(folder)
             folder.mkdir(parents=True, exist_ok=True)
-        return _Room(share.num_bytes, free_bytes(folder))
+        return share.num_bytes, free_bytes(folder)
 
     def _finish(self, folder: Path, step: int, content: Mapping[str, Any]) -> None:
         if self._sites.is_leader:
@@ -151,7 +152,7 @@ class Saver:
             best = content["best"]["step"] if content["best"] is not None else None
             prune(self._folder, self._keep, self._keep_every, newest=step, best=best)
 
-    def _together(self, what: str, action: Callable[[], Any], rooms: list[_Room] | None = None) -> list[Any]:
+    def _together(self, what: str, action: Callable[[], Any], rooms: list[Any] | None = None) -> list[Any]:
         """An action on every rank, and what each one got from it. If one fails, all do. `rooms` are those of all ranks
         before anything was written."""
         result, error = None, None
@@ -163,24 +164,16 @@ class Saver:
                 error += f"; {self._room_of_site(rooms, quota=problem.errno == errno.EDQUOT)}"
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-        told: list[Any] = gather_in(self._group, (result, error), self._world)
+        told = gather_in(self._group, (result, error))
         failed = [f"rank {rank} could not {what}: {error}" for rank, (_, error) in enumerate(told) if error is not None]
         if failed:
             raise CheckpointError(failed[0])
         return [result for result, _ in told]
 
-    def _room_of_site(self, rooms: list[_Room], *, quota: bool) -> str:
+    def _room_of_site(self, rooms: list[Any], *, quota: bool) -> str:
         """What all of the checkpoint needs on this rank's disk, and what was free: with the neighbours' copies."""
         own, sites = self._sites.own, self._sites
         parts = [
             rank for rank, site in enumerate(sites.of_rank) if own in (site, sites.of_rank[sites.neighbour_of(rank)])
         ]
-        return room(sum(rooms[rank].needed for rank in parts), rooms[own].free, quota=quota)
-
-
-@dataclass(frozen=True)
-class _Room:
-    """On a rank's disk before a save."""
-
-    needed: int  # bytes of the rank's own part
-    free: int | None
+        return room(sum(rooms[rank][0] for rank in parts), rooms[own][1], quota=quota)

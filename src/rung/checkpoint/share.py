@@ -33,6 +33,7 @@ class Position:
     evaluation_due: bool = False  # the step's evaluation was asked for and is still to be done
     evaluation: Mapping[str, float] | None = field(default=None, compare=False)  # the figures of the step's evaluation
     best: Best | None = None  # evaluation so far, by the setting keep_best
+    finite: bool | None = field(default=None, compare=False)  # whether loss and gradient norm of the step were
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ def _header(position: Position, world: World) -> dict[str, Any]:
         "evaluation_due": position.evaluation_due,
         "evaluation": _figures(position.evaluation) if position.evaluation is not None else None,
         "best": position.best.as_json() if position.best is not None else None,
+        "finite": position.finite,
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "strategy": world.layout.name,
         "ranks": world.size,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rung.world import World
+from rung.world import World, gather_json
 
 _BLOCK = 16 * 2**20
 
@@ -78,12 +78,10 @@ def host_group(world: World) -> dist.ProcessGroup | None:
     return group
 
 
-def gather_in(group: dist.ProcessGroup | None, value: object, world: World) -> list[object]:
+def gather_in(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     if group is None:
         return [value]
-    everyone: list[object] = [None] * world.size
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    return gather_json(value, group)
 
 
 def mirror(sites: Sites, group: dist.ProcessGroup | None, folder: Path, names: Iterable[str]) -> None:
@@ -99,10 +97,10 @@ def mirror(sites: Sites, group: dist.ProcessGroup | None, folder: Path, names: I
         own = [(name, (folder / name).stat().st_size) for name in names]
     except OSError as error:
         problem = error
-    told = gather_in(group, own, sites.world)
+    told = gather_in(group, own)
     for source, files in enumerate(told):
         target = sites.neighbour_of(source)
-        for name, count in files:  # type: ignore[attr-defined]
+        for name, count in files:
             try:
                 if sites.world.rank == source:
                     _send(folder / name, count, target, group)

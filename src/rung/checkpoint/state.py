@@ -26,11 +26,15 @@ from rung.errors import CheckpointError
 from rung.generators import restore_generators, save_generators
 from rung.parallel.materialize import is_absent
 from rung.runtime.mesh import MeshRuntime
+from rung.runtime.optimizer import members_of
 from rung.strategy import Layout
 from rung.world import World
 
 # How a kernel is chosen, not what it computes: this belongs to the world at hand.
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
+# What a schedule's state counts beside its settings. Of its rates, the groups' `initial_lr` tells.
+_COUNTERS = ("last_epoch", "base_lrs", "T_cur", "T_i", "verbose")
+_ANEW = "for the task's, start a new run from the weights (rung export)"
 
 
 def model_tensors(runtime: MeshRuntime) -> dict[str, Tensor]:
@@ -104,8 +108,15 @@ def small_state(runtime: MeshRuntime) -> dict[str, Any]:
             schedule = "replay"
     scaler = runtime.scaler
     return {
-        "optimizer": {"class": type(optimizer).__name__, "groups": groups, "values": values, "others": others},
+        "optimizer": {
+            "class": type(optimizer).__name__,
+            "groups": groups,
+            "members": members_of(optimizer),
+            "values": values,
+            "others": others,
+        },
         "schedule": schedule,
+        "schedule_class": type(runtime.schedule).__name__ if runtime.schedule is not None else None,
         "total_steps": runtime.total_steps,
         "extra": _extra_state(runtime),
         "scaler": None if scaler is None else pack(scaler.state_dict(), "the scaler"),
@@ -221,6 +232,8 @@ class Restorer:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_conversions()
         self._finish_schedule(built)
+        self._note_changed_groups(built)
+        self._note_changed_members()
         _set_extra_state(runtime, self._manifest.get("extra", {}))
         if runtime.scaler is not None and self._manifest["scaler"] is not None:
             runtime.scaler.load_state_dict(unpack(self._manifest["scaler"]))
@@ -234,15 +247,77 @@ class Restorer:
             if key != "step" and taken.dtype != value.dtype:
                 optimizer.state[parameters[number]][key] = value.to(taken.device)
 
+    def _note_changed_groups(self, built: list[dict[str, Any]]) -> None:
+        """Say where the task asks for other values than the checkpoint has, and which of them are used."""
+        kept: list[tuple[str, Any, Any]] = []
+        replaced: list[tuple[str, Any, Any]] = []
+        groups, saved = self._runtime.optimizer.param_groups, self._manifest["optimizer"]["groups"]
+        for number, (now, packed, group) in enumerate(zip(built, saved, groups, strict=True)):
+            old = {key: unpack(value) for key, value in packed.items()}
+            moved = {"lr"} if "initial_lr" in old else set()  # a schedule has changed it since
+            if "base_momentum" in old:  # a schedule that cycles the momentum, too
+                moved |= {"momentum", "betas"}
+            for key in now.keys() & old.keys() - moved - {*_IMPLEMENTATION}:
+                if _plain(now[key]) != _plain(old[key]):
+                    name = "lr" if key == "initial_lr" else key
+                    row = (f"{name} of group {number}" if len(groups) > 1 else name, now[key], old[key])
+                    (kept if _plain(group.get(key)) == _plain(old[key]) else replaced).append(row)
+        if kept:
+            self._runtime.notes.append(f"optimizer: {_differences(kept)}: the checkpoint's is used; {_ANEW}")
+        if replaced:
+            self._runtime.notes.append(
+                f"optimizer: {_differences(replaced)}: the task's is used, because the schedule begins anew for "
+                f"{self._runtime.total_steps} steps"
+            )
+
+    def _note_changed_members(self) -> None:
+        """Say which parameters are in other groups than they were: a group's values are those of its number."""
+        saved = self._manifest["optimizer"].get("members")
+        if saved is None:
+            return
+        now, old = (
+            {name: f"group {number}" for number, names in enumerate(groups) for name in names}
+            for groups in (members_of(self._runtime.optimizer), saved)
+        )
+        changed = [name for name in {**old, **now} if now.get(name) != old.get(name)]
+        if changed:
+            row = (changed[0], now.get(changed[0], "in no group"), old.get(changed[0], "in no group"))
+            others = f" (and {len(changed) - 1} more parameters)" if len(changed) > 1 else ""
+            self._runtime.notes.append(
+                f"optimizer: {_differences([row])}{others}: the task's groups are used, with the checkpoint's values"
+            )
+
+    def _note_changed_schedule(self, saved: Mapping[str, Any]) -> None:
+        assert self._runtime.schedule is not None
+        now, old = _schedule_settings(self._runtime.schedule.state_dict()), _schedule_settings(saved)
+        changed = [(key, now[key], old[key]) for key in now if key in old and now[key] != old[key]]
+        if changed:
+            self._runtime.notes.append(f"schedule: {_differences(changed)}: the checkpoint's is used; {_ANEW}")
+
     def _finish_schedule(self, built: list[dict[str, Any]]) -> None:
         """`built` is what the schedule made of the groups before the checkpoint's came."""
         schedule, saved = self._runtime.schedule, self._manifest["schedule"]
         if schedule is None:
+            if saved is not None:
+                rate = self._runtime.optimizer.param_groups[0].get("lr")
+                self._runtime.notes.append(
+                    f"schedule: the task has none now, and the checkpoint was saved with one: lr stays at {rate:g}, "
+                    f"which it had reached; {_ANEW}"
+                )
             return
         if saved is None:
             raise CheckpointError("the task has a schedule now, and the checkpoint was saved without one.")
         same_length = self._manifest.get("total_steps", self._runtime.total_steps) == self._runtime.total_steps
+        kind, was = type(schedule).__name__, self._manifest.get("schedule_class")
+        if was not in (None, kind):
+            if same_length:
+                raise CheckpointError(
+                    f"the checkpoint has the state of a {was}, and schedule() of the task now returns a {kind}. Return "
+                    f"that again; {_ANEW}."
+                )
+            self._runtime.notes.append(f"schedule: {was} in the checkpoint, {kind} in the task: the task's is used")
         if saved != "replay" and same_length:
+            self._note_changed_schedule(unpack(saved))
             schedule.load_state_dict(unpack(saved))
             return
         # Its state holds the old length, or cannot be saved: take it through the steps again, from where it began.
@@ -260,6 +335,30 @@ class Restorer:
                 f"the schedule cannot be resumed: it has state that only pickle could save, and going through its "
                 f"{self._manifest['step']} steps again gives a rate of {gone[0][1]:.6g} instead of {gone[0][0]:.6g}."
             )
+
+
+def _differences(changed: list[tuple[str, Any, Any]]) -> str:
+    rows = [f"{name} is {_plain(now)} in the task and {_plain(old)} in the checkpoint" for name, now, old in changed]
+    return ", ".join(sorted(rows)[:4]) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
+
+
+def _plain(value: Any) -> Any:
+    """A value of a parameter group such that equal ones compare equal, whatever holds them."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _schedule_settings(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a schedule, and of the ones it is made up of, by name."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if key == "_schedulers":
+            for number, inner in enumerate(value):
+                found |= {f"{name} of part {number}": setting for name, setting in _schedule_settings(inner).items()}
+        elif not key.startswith("_") and key not in _COUNTERS:
+            found[key] = _plain(value)
+    return found
 
 
 def _extra_state(runtime: MeshRuntime) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class Found:
             return "unfinished"
         return "whole" if self.problem is None else "damaged"
 
+    @property
+    def is_finite(self) -> bool | None:
+        """Whether loss and gradient norm of its step were finite numbers; None where that is not known."""
+        return self.checkpoint.manifest.get("finite") if self.checkpoint is not None else None
+
 
 def locate(path: Path) -> Place:
     """A run directory, its folder of checkpoints, or one checkpoint."""
@@ -107,7 +112,9 @@ def survey(place: Place, *, thorough: bool = True, tell: Callable[[Path], None] 
 
 
 def newest_whole(found: list[Found]) -> Found | None:
-    return next((one for one in reversed(found) if one.state == "whole"), None)
+    """The one that a run goes on from: of a finite state, if there is one."""
+    whole = [one for one in reversed(found) if one.state == "whole"]
+    return next((one for one in whole if one.is_finite is not False), whole[0] if whole else None)
 
 
 def best_whole(found: list[Found]) -> tuple[Found | None, Best | None]:

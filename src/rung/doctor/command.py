@@ -33,6 +33,7 @@ class Asked:
     nproc: int | None = None
     nnodes: int = 1
     rdzv: str | None = None
+    rdzv_key: str | None = None
     backend: str = "auto"
     device: str = "auto"
     out: str = "runs"
@@ -86,7 +87,7 @@ def _examine(asked: Asked, own: list[Finding]) -> tuple[bool, list[Finding]]:
     try:
         if asked.nnodes == 1:
             return True, on_ranks(examine, _nproc(asked), own, how(), timeout=2 * _SECONDS)[0]
-        with seats_among(_nproc(asked), asked.nnodes, asked.rdzv, _say) as seats:
+        with seats_among(_nproc(asked), asked.nnodes, asked.rdzv, asked.rdzv_key, _say) as seats:
             found = on_seats(examine, seats, own, how(), timeout=2 * _SECONDS_BETWEEN)[0]
         if seats.first_rank == 0:
             return True, found

@@ -11,7 +11,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from rung.environment import environment_local_rank, environment_local_size, env
 from rung.sizes import human_bytes, human_seconds
 from rung.strategy import parse
 from rung.version import VERSION
-from rung.world import World, open_world
+from rung.world import World, gather_json, open_world
 
 # Rung's machines take one for lost whose last sign of life is so old by their own clock; torchrun's wait 15 s.
 _LOST_SECONDS = 3.0
@@ -75,7 +75,8 @@ class _Look:
         self._hosts: list[str] = self.gather(self._host)
 
     def all(self, own: Sequence[Finding], met_seconds: float) -> list[Finding]:
-        machines = self.gather(at(self._host, own) if environment_local_rank() == 0 else [])
+        seen = at(self._host, own) if environment_local_rank() == 0 else []
+        machines = self.gather([asdict(finding) for finding in seen])
         findings = [
             self._meeting(met_seconds),
             self._versions(),
@@ -88,13 +89,11 @@ class _Look:
         if not self._world.is_main:
             return []
         several = len(set(self._hosts)) > 1
-        told = [finding for findings in machines for finding in findings]
+        told = [Finding(**finding) for findings in machines for finding in findings]
         return [*(told if several else at("", told)), *findings]
 
     def gather(self, value: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._world.size
-        dist.all_gather_object(everyone, value, group=self._control)
-        return everyone
+        return gather_json(value, self._control)
 
     def _meeting(self, seconds: float) -> Finding:
         size, hosts = self._world.size, len(set(self._hosts))

@@ -27,6 +27,7 @@ from rung.launch.ranks import LEAVE_SECONDS, Ranks
 from rung.launch.rounds import Fate, Round
 from rung.launch.signals import Asked, Signals
 from rung.launch.watch import Outcome, Watch
+from rung.signed_store import ForgedMessage
 from rung.status import StatusBoard
 from rung.strategy import parse
 from rung.train import Job
@@ -171,7 +172,7 @@ class RankAgent(LocalElasticAgent):
             try:
                 round_ = self._signals.aside(meet, say)
                 break
-            except (Asked, RendezvousClosedError, RendezvousGracefulExitError):
+            except (Asked, RendezvousClosedError, RendezvousGracefulExitError, ForgedMessage):
                 raise
             except LauncherLost:
                 time.sleep(0.1)
@@ -224,7 +225,13 @@ class RankAgent(LocalElasticAgent):
         spec = group.spec
         local_used = len([rank for rank in round_.ranks if rank < round_.used])
         seat = Seat(
-            str(self._state), round_.size, round_.used, max(1, local_used), round_.attempt, self._meeting.interface
+            str(self._state),
+            round_.size,
+            round_.used,
+            max(1, local_used),
+            round_.attempt,
+            self._meeting.interface,
+            self._meeting.key_of(round_),
         )
         self._micro_batch = round_.micro_batch
         config = self._job.config

@@ -23,6 +23,7 @@ from rung.config import Resolved, RunConfig, count_range, read_toml, resolve
 from rung.disk import check_folder, writing
 from rung.environment import Place
 from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
+from rung.job_key import shared_key
 from rung.launch import resume as old_run
 from rung.launch.elastic import Terms, running_launcher, terms_of
 from rung.launch.local import Stopped, launch, new_run_dir, new_run_name
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from rung.train import Job
 
 # What each machine of a job may have for itself.
-_OWN = ("nproc", "out", "rdzv", "workers", "keep", "keep_every")
+_OWN = ("nproc", "out", "rdzv", "rdzv_key", "workers", "keep", "keep_every")
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _take_part(path: str | Path, plan: Plan, place: Place, run: Path | None) -> 
     from rung.mpi.library import leaving_on_error
 
     with leaving_on_error():
-        gathering = Gathering(place, plan.config.backend)
+        gathering = Gathering(place, plan.config.backend, shared_key(plan.config.rdzv_key))
         folder, is_new = _agree_on_folder(path, plan, gathering, run)
         started = time.monotonic()
 
@@ -319,8 +320,9 @@ def _says_that_all_is_done(plan: Plan, run: Path, console: Console) -> bool:
     if longer is None and old_run.is_finished(run, plan.config):
         console.print(f"{run} is finished: there is nothing to go on with", highlight=False, soft_wrap=True)
         return True
-    if longer is not None:
-        console.print(longer, highlight=False, soft_wrap=True)
+    for line in (longer, old_run.machines_left_out(run, plan.config)):
+        if line is not None:
+            _say(console, line)
     return False
 
 
@@ -338,7 +340,8 @@ def _go_to_meeting(
         def say(text: str) -> None:
             console.print(text, highlight=False, soft_wrap=True)
 
-        meeting = open_meeting(terms.rdzv, terms.nodes, say)
+        assert terms.rdzv is not None
+        meeting = open_meeting(terms.rdzv, shared_key(plan.config.rdzv_key), terms.nodes, say)
         _compare_settings(plan, path, meeting.agree_on_settings, "this machine", f"the job at {terms.rdzv}")
         if out is None:
             out = meeting.agree("folder", new_run_name(plan.task.name, plan.layout.name))

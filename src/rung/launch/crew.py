@@ -14,18 +14,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rung.config import RunConfig
+from rung.environment import KEY_VARIABLE, use_interface
 from rung.errors import RungError
+from rung.job_key import new_key, shared_key
 from rung.launch.server import belong_to_launcher
+from rung.network import interface_of
 from rung.processes import num_cores
+from rung.signed_store import LOOPBACK, serve_store
 
 _LEAVE_SECONDS = 10.0
 _CAUSE_SECONDS = 2.0
@@ -50,6 +53,7 @@ class Seats:
     size: int  # ranks of the world
     num_local: int
     port: int
+    key: str = field(repr=False)  # what the ranks sign with
     first_rank: int = 0
     address: str = "127.0.0.1"
     interface: str | None = "lo"  # between the machines; on one, do not depend on how its name resolves
@@ -64,6 +68,7 @@ class Seats:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            KEY_VARIABLE: self.key,
         }
 
 
@@ -76,18 +81,19 @@ def on_ranks(
     timeout: float | None = None,
 ) -> list[Any]:
     """function(*args) on `size` ranks of this machine alone; see `on_seats`."""
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    interface = "lo" if os.path.exists("/sys/class/net/lo") else None
-    seats = Seats(size, size, store.port, interface=interface)
+    store = serve_store(LOOPBACK)
+    seats = Seats(size, size, store.port, new_key(), interface=interface_of(LOOPBACK))
     return on_seats(function, seats, *args, threads=threads, listen=listen, timeout=timeout)
 
 
 @contextlib.contextmanager
-def seats_among(nproc: int, nodes: int, rdzv: str | None, say: Callable[[str], None]) -> Iterator[Seats]:
+def seats_among(
+    nproc: int, nodes: int, rdzv: str | None, key_file: str | None, say: Callable[[str], None]
+) -> Iterator[Seats]:
     """Meet the other machines as those of a training job do. All of them leave when the work is done."""
-    from rung.launch.meeting import LauncherLost, open_meeting
+    from rung.launch.meeting import LauncherLost, meet_here, open_meeting
 
-    meeting = open_meeting(rdzv, (nodes, nodes), say)
+    meeting = meet_here() if rdzv is None else open_meeting(rdzv, shared_key(key_file), (nodes, nodes), say)
     try:
         while True:
             with contextlib.suppress(LauncherLost):
@@ -98,6 +104,7 @@ def seats_among(nproc: int, nodes: int, rdzv: str | None, say: Callable[[str], N
             size=round_.size,
             num_local=round_.num_local,
             port=round_.port,
+            key=meeting.key_of(round_),
             first_rank=round_.first_rank,
             address=round_.address,
             interface=meeting.interface,
@@ -223,8 +230,7 @@ def _rank(
     belong_to_launcher()
     os.dup2(2, 1)  # standard output is the launcher's
     os.environ.update(seats.environment(local_rank))
-    if seats.interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", seats.interface)
+    use_interface(seats.interface)
     if threads is not None:
         torch.set_num_threads(threads)
     try:

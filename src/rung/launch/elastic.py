@@ -14,6 +14,7 @@ from typing import Any
 
 from rung.config import RunConfig, count_range
 from rung.errors import ConfigError
+from rung.network import resolve_host, split_endpoint
 from rung.processes import is_running, machine_name, started_at
 
 _RESTARTS = 3  # in a row without progress, for a job that may change its size
@@ -55,6 +56,10 @@ def terms_of(config: RunConfig, num_local: int) -> Terms:
         )
     if nodes[1] == 1 and config.rdzv is not None:
         raise ConfigError(f"--rdzv {config.rdzv} is for several machines. Say how many with --nnodes, as in 2 or 1:4.")
+    if nodes[1] == 1 and config.rdzv_key is not None:
+        raise ConfigError(
+            f"--rdzv-key {config.rdzv_key} is for several machines. A job of one makes a key of its own: leave it out."
+        )
     changes = processes[0] != processes[1] or nodes[1] > 1
     restarts = config.max_restarts if config.max_restarts is not None else (_RESTARTS if changes else 0)
     return Terms(processes, nodes, config.rdzv, restarts, config.grace_seconds, is_polite=True)
@@ -151,24 +156,27 @@ def scale(run: str | Path, count: int) -> str:
 # -- a place to meet -------------------------------------------------------------------------------------------------
 
 
-def keep_store(port: int, when_ready: Callable[[], None], *, once: bool = False) -> bool:
+def keep_store(place: str, when_ready: Callable[[str], None], *, once: bool = False) -> bool:
     """Hold the store where machines meet until a signal ends this process: no machine of the job is then special.
 
-    With `once`, until a job that met here has finished, too. Returns whether one has.
+    `place` is a port, of all interfaces, or HOST:PORT, for one. With `once`, until a job that met here has finished,
+    too. Returns whether one has. `when_ready` is told where it listens.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would tell of every client whose address has no name
-    from datetime import timedelta
+    from rung.signed_store import serve_store
 
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+    if not place.rpartition(":")[2].isdigit():
+        raise ConfigError(f"rung rdzv takes PORT or HOST:PORT, as in 29500 or node1:29500, not {place!r}.")
+    host, port = split_endpoint(place) if ":" in place else ("", int(place))
+    address = resolve_host(host, port) if host else "0.0.0.0"
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        store = TCPStore("0.0.0.0", port, None, True, timeout=timedelta(seconds=20), wait_for_workers=False)
-    except RuntimeError as error:
-        raise ConfigError(f"port {port} cannot be listened at: {str(error).splitlines()[0]}") from None
-    when_ready()
+        store = serve_store(address, port, seconds=20)
+    except (OSError, OverflowError, RuntimeError) as error:
+        raise ConfigError(f"{place} cannot be listened at: {str(error).splitlines()[0]}") from None
+    when_ready(f"port {port} of {f'{host} alone' if host else 'all interfaces of this machine'}")
     finished = False
     while not ended.wait(0.5) and not finished:
         finished = once and store.check([FINISHED])

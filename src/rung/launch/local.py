@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -48,7 +48,7 @@ def launch(
     Raises JobFailed with the report of a failure, Stopped where it was asked to leave, and Interrupted. The summary is
     known on the machine of rank 0 only.
     """
-    from rung.launch.meeting import open_meeting
+    from rung.launch.meeting import meet_here
 
     assert job.run_dir is not None
     terms = terms or Terms((num_ranks, num_ranks))
@@ -56,7 +56,7 @@ def launch(
     folder = Path(job.run_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     view = JobConsole(folder, console, quiet=quiet)
-    meeting = meeting or open_meeting(None, (1, 1), view.say)
+    meeting = meeting or meet_here()
     state = _state_folder(folder, meeting)
     announce(state, terms)
     agent: RankAgent | None = None
@@ -70,9 +70,7 @@ def launch(
             signals.ignore()
             ends = [agent.end] if agent is not None else []
             _clean_up([*ends, meeting.leave, lambda: retire(state)], view.say)
-    summary: Summary | None = None
-    if (state / "summary").exists():
-        summary = pickle.loads((state / "summary").read_bytes())
+    summary = _read_summary(state)
     if not meeting.is_alone:
         shutil.rmtree(state, ignore_errors=True)
     outcome = agent.outcome
@@ -90,6 +88,13 @@ def _clean_up(actions: Iterable[Callable[[], None]], say: Callable[[str], None])
             action()
         except Exception as error:
             say(f"after the job's end: {type(error).__name__}: {error}")
+
+
+def _read_summary(state: Path) -> Summary | None:
+    from rung.loop import Summary
+
+    path = state / "summary"
+    return Summary.from_json(json.loads(path.read_text())) if path.exists() else None
 
 
 def _state_folder(folder: Path, meeting: Meeting) -> Path:

@@ -9,18 +9,17 @@ one machine meets by itself, on a port of the system's choice.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousExitOp,
     _RendezvousJoinOp,
@@ -30,10 +29,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from rung.config import RunConfig
 from rung.environment import is_in_environment
 from rung.errors import EnvironmentProblem, StrategyError
+from rung.job_key import derive_key, new_key
 from rung.launch.elastic import FINISHED
+from rung.launch.rendezvous_state import JsonRendezvousBackend
 from rung.launch.rounds import Fate, Lookout, News, Round
 from rung.network import address_among_others, answers, close_connections, interface_of, split_endpoint
 from rung.processes import silenced
+from rung.signed_store import LOOPBACK, SignedStore, join_store, serve_store
 from rung.strategy import fit
 
 # torch's defaults make every join and every loss of a machine cost half a minute.
@@ -59,11 +61,13 @@ class Meeting:
     def __init__(
         self,
         store: Any,
+        key: str,
         nodes: tuple[int, int],
         address: str,
         endpoint: str | None,
         hosts_store: bool,
     ) -> None:
+        self._key = key
         self.address = address
         self.interface = interface_of(address)
         self.endpoint = endpoint
@@ -81,7 +85,7 @@ class Meeting:
             self._begin_anew_if_abandoned()
 
     def _sit_down(self, store: Any) -> None:
-        self._base = store
+        self._base = store = SignedStore(store, self._key)
         # When a job is over, the next one can meet at the same place.
         self._generation = store.compare_set("rung/generation", "", "0").decode()
         self._store = PrefixStore(f"rung/{self._generation}", store)
@@ -95,7 +99,8 @@ class Meeting:
             join_timeout=_JOIN_SECONDS,
             **_TIMING,
         )
-        self.handler: Any = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+        backend = JsonRendezvousBackend(store, parameters.run_id, _TIMING["last_call_timeout"])
+        self.handler: Any = create_handler(store, backend, parameters)
 
     def _begin_anew_if_abandoned(self) -> None:
         """A store in a process of its own remembers a job whose launchers are all gone. Nobody waits for those."""
@@ -107,7 +112,7 @@ class Meeting:
                 return
             if time.monotonic() > deadline or state.closed:
                 self._end_generation()
-                self._sit_down(self._base)
+                self._sit_down(self._base.unsigned)
                 return
             time.sleep(0.2)
 
@@ -123,6 +128,10 @@ class Meeting:
             host, port = split_endpoint(self.endpoint)
             if answers(host, port) and (store := _connect(host, port)) is not None:
                 self._sit_down(store)
+
+    def key_of(self, round_: Round) -> str:
+        """What the ranks of one world sign with: what those of another one said is of no use to them."""
+        return derive_key(self._key, f"world {self._generation} {round_.attempt}")
 
     def is_reachable(self) -> bool:
         return self.endpoint is None or self.hosts_store or answers(*split_endpoint(self.endpoint))
@@ -155,7 +164,7 @@ class Meeting:
     def _form(self, own: dict[str, Any], strategy: str, config: RunConfig) -> Round:
         host, num_hosts = self._join()
         if self._base.get("rung/generation").decode() != self._generation:  # it was taken for abandoned
-            self._sit_down(self._base)
+            self._sit_down(self._base.unsigned)
             raise LauncherLost
         self._round_number = self.handler._state_holder.state.round
         store = self.handler._get_store()
@@ -222,7 +231,7 @@ class Meeting:
         attempt = self._store.add("attempts", 1)
         micro_batches = [host["micro_batch"] for host in hosts if host["micro_batch"] is not None]
         # A store of its own for each world: the addresses of dead ranks would be found in an old one.
-        self._ranks_store = TCPStore(self.address, 0, None, True, wait_for_workers=False)
+        self._ranks_store = serve_store(self.address)
         return {
             "attempt": attempt,
             "processes": counts,
@@ -309,25 +318,33 @@ class Meeting:
         thread.join(_PARTING_SECONDS)
 
 
-def open_meeting(endpoint: str | None, nodes: tuple[int, int], say: Callable[[str], None]) -> Meeting:
+def meet_here() -> Meeting:
+    """For a job of this machine alone: nobody else knows its key, and its store is on loopback."""
+    return Meeting(serve_store(LOOPBACK, seconds=_STORE_SECONDS), new_key(), (1, 1), LOOPBACK, None, True)
+
+
+def open_meeting(endpoint: str, key: str, nodes: tuple[int, int], say: Callable[[str], None]) -> Meeting:
     """Go to where the launchers of a job meet; the one whose machine it is keeps the store, unless somebody does.
 
-    One job at a time meets at an endpoint; None is for a job of this machine alone.
+    One job at a time meets at an endpoint. All its launchers have the same key.
     """
-    timeout = timedelta(seconds=_STORE_SECONDS)
-    if endpoint is None:
-        store = TCPStore("127.0.0.1", 0, None, True, timeout=timeout, wait_for_workers=False)
-        return Meeting(store, nodes, "127.0.0.1", None, True)
     host, port = split_endpoint(endpoint)
     address, is_ours = _find(host, port, say)
+    if is_ours:
+        # The store listens at the address that the other machines use, where the name may mean loopback here.
+        host = host if answers(host, port) else address
+        endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if is_ours and not answers(host, port):
-        with contextlib.suppress(RuntimeError):  # another launcher of this machine was quicker
-            store = TCPStore(host, port, None, True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-            return Meeting(store, nodes, address, endpoint, True)
+        try:
+            store = serve_store(address, port, seconds=_STORE_SECONDS)
+            return Meeting(store, key, nodes, address, endpoint, True)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # else another launcher of this machine was quicker
+                raise EnvironmentProblem(f"{endpoint} cannot be listened at: {error.strerror}.") from None
     started, told = time.monotonic(), False
     while True:
         if answers(host, port) and (store := _connect(host, port)) is not None:
-            return Meeting(store, nodes, address, endpoint, False)
+            return Meeting(store, key, nodes, address, endpoint, False)
         if not told and time.monotonic() > started + 3:
             say(f"waiting for somebody at {endpoint}")
             told = True
@@ -359,8 +376,7 @@ def _connect(host: str, port: int) -> Any:
 
     def call() -> None:
         with contextlib.suppress(RuntimeError):
-            timeout = timedelta(seconds=_STORE_SECONDS)
-            found.append(TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False))
+            found.append(join_store(host, port, seconds=_STORE_SECONDS))
 
     thread = threading.Thread(target=call, name="rung-connect", daemon=True)
     with silenced():

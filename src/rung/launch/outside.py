@@ -22,7 +22,15 @@ from rich.console import Console
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rung.config import Resolved, RunConfig
-from rung.environment import Place, contradiction, describe, outside_attempt, store_address
+from rung.environment import (
+    Place,
+    contradiction,
+    describe,
+    outside_attempt,
+    set_environment_key,
+    store_address,
+    use_interface,
+)
 from rung.errors import RESUME_EXIT_CODE, ConfigError, EnvironmentProblem, StrategyError
 from rung.launch.console import JobConsole
 from rung.launch.elastic import Terms, announce, retire
@@ -120,12 +128,13 @@ def open_console(place: Place, file: TextIO) -> Console:
 class Gathering:
     """The ranks of the job before they train: what rank 0 decides is told to all."""
 
-    def __init__(self, place: Place, backend: str) -> None:
+    def __init__(self, place: Place, backend: str, key: str) -> None:
         self.place = place
         # Slurm can have several on one system.
         self.machine = f"{machine_name()}-{place.node}" if place.node else machine_name()
         # Kept as long as the process lives: rank 0's is the one that all groups use.
-        self._whole = open_store(place, over_mpi=backend == "mpi")
+        self._whole = open_store(place, over_mpi=backend == "mpi", key=key)
+        set_environment_key(key)
         describe(place, self._whole.host, self._whole.port)
         self._store: Store = PrefixStore(f"rung/{outside_attempt()}", self._whole)
 
@@ -230,7 +239,6 @@ def _use_machine(place: Place) -> None:
     # Do not depend on how the machine's name resolves: often to loopback, where no other machine is.
     with contextlib.suppress(EnvironmentProblem):
         address = "127.0.0.1" if place.is_one_machine else address_among_others(*store_address()[:2])[0]
-        if (interface := interface_of(address)) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        use_interface(interface_of(address))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores(place.local_size))

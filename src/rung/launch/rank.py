@@ -5,22 +5,28 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import json
 import logging
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch
 
-from rung.environment import environment_local_size, environment_rank, set_environment_sizes
+from rung.environment import (
+    environment_local_size,
+    environment_rank,
+    set_environment_key,
+    set_environment_sizes,
+    use_interface,
+)
 from rung.errors import RESUME_EXIT_CODE
 from rung.launch.console import ATTEMPT_MARK, FAILURE_MARK, WARNING_MARK
 from rung.launch.failure import read_failures, record_failure, release_room, reserve_room
@@ -47,6 +53,7 @@ class Seat:
     local_used: int
     attempt: int
     interface: str | None  # the network between the machines of the job
+    key: str = field(repr=False)  # what the ranks of this world sign with
 
 
 def rank_main(job: Job, seat: Seat) -> NoReturn:
@@ -68,9 +75,8 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
         # The store that the launcher has made for this world.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         set_environment_sizes(seat.used, seat.local_used)
-        if seat.interface is not None:
-            # Of the network that the machines meet in; on one machine, do not depend on how its name resolves.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", seat.interface)
+        set_environment_key(seat.key)
+        use_interface(seat.interface)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // environment_local_size()))
         _hang_up_when_asked(status)
@@ -78,7 +84,7 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
         code = RESUME_EXIT_CODE if summary.stopped else 0
         release_room(state, rank)
         if rank == 0 and not summary.stopped:
-            (state / "summary").write_bytes(pickle.dumps(summary))
+            (state / "summary").write_text(json.dumps(asdict(summary)))
         wait_for_threads()
     except BaseException as error:
         try:

@@ -22,6 +22,8 @@ from rung.task import ROLES, Task
 CONFIG = "config.toml"
 # What the numbers follow from. All else may differ: how the task is spread is not part of the result.
 _FIXED = ("batch_size", "seed", "shuffle")
+# Whom to meet is said by whoever starts a job, never by a run: it may have come from somebody else.
+_MACHINES = ("nnodes", "rdzv", "rdzv_key", "rpc_host")
 _HEADING = re.compile(r"# rung \S+: (.*?), ")
 
 
@@ -67,17 +69,31 @@ def _task_of(folder: Path) -> str | None:
 
 
 def settings_of(folder: Path, given: set[str]) -> dict[str, Any]:
-    """The settings of a run, as defaults for those `given` anew."""
+    """The settings of a run, as defaults for those `given` anew, but for those that say which machines meet."""
     found = read_toml(folder / CONFIG)
-    known = {key: value for key, value in found.items() if key in SETTINGS or key.partition(".")[0] in ROLES}
+    known = {
+        key: value
+        for key, value in found.items()
+        if (key in SETTINGS and key not in _MACHINES) or key.partition(".")[0] in ROLES
+    }
     if given & {"steps", "epochs"}:  # one answer to the question how long
         known = {key: value for key, value in known.items() if key not in ("steps", "epochs")}
     if "strategy" in given:  # these are details of the old one
         for key in ("schedule", "split"):
             known.pop(key, None)
-    if "nnodes" in given:
-        known.pop("rdzv", None)
     return known
+
+
+def machines_left_out(folder: Path, config: RunConfig) -> str | None:
+    """What to say if the run had several machines, or an interface for calls, and the job now has none."""
+    found = read_toml(folder / CONFIG)
+    old = {key: found[key] for key in _MACHINES if key in found and found[key] != SETTINGS[key].default}
+    missing = [f"{key}={value}" for key, value in old.items() if getattr(config, key) == SETTINGS[key].default]
+    if not missing:
+        return None
+    return (
+        f"the run was started with {', '.join(missing)}, which its directory cannot ask for: give them again if wanted"
+    )
 
 
 def fit_to_layout(resolved: Resolved, layout: Layout) -> Resolved:

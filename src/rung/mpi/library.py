@@ -89,6 +89,19 @@ def register() -> str:
     return BACKEND
 
 
+def gather_texts(world: MPI.Intracomm, own: str) -> list[str]:
+    """A text of every rank, on every rank: as bytes, because mpi4py's own way to send objects is to pickle them."""
+    import numpy as np
+
+    encoded = np.frombuffer(own.encode(), dtype=np.uint8)
+    sizes = np.empty(world.Get_size(), dtype=np.int32)
+    world.Allgather(np.array([encoded.size], dtype=np.int32), sizes)
+    everyone = np.empty(int(sizes.sum()), dtype=np.uint8)
+    world.Allgatherv(encoded, [everyone, sizes.tolist()])
+    ends = np.cumsum(sizes).tolist()
+    return [everyone[end - size : end].tobytes().decode() for end, size in zip(ends, sizes.tolist(), strict=True)]
+
+
 def finish() -> None:
     """Leave MPI in good order, together with all ranks; mpirun takes a process that does not for a failed one.
 

@@ -296,15 +296,19 @@ class MeshRuntime:
         self._share_buffers()
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
-        for window in self.place(windows):
-            self._status.touch()
-            with self.world.tensors(), self._default_type():
-                for measured in self._measure_window(window):
-                    for name, (total, count) in measured.items():
-                        known = sums.setdefault(name, [torch.zeros_like(total), torch.zeros_like(count)])
-                        known[0], known[1] = known[0] + total, known[1] + count
+        try:
+            for window in self.place(windows):
+                self._status.touch()
+                with self.world.tensors(), self._default_type():
+                    for measured in self._measure_window(window):
+                        for name, (total, count) in measured.items():
+                            known = sums.setdefault(name, [torch.zeros_like(total), torch.zeros_like(count)])
+                            known[0], known[1] = known[0] + total, known[1] + count
+        finally:
+            # Also when the loop is asked to stop between two windows: what it then saves are the shards.
+            with self.world.tensors():
+                self.tidy_up()
         with self.world.tensors():
-            self.tidy_up()
             own = self.world.read([tensor for name in sorted(sums) for tensor in sums[name]])
         return self._add_up({name: (own[2 * i], own[2 * i + 1]) for i, name in enumerate(sorted(sums))})
 

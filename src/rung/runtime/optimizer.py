@@ -52,9 +52,12 @@ def make_optimizer(task: Task, model: nn.Module, *, fused: bool) -> Optimizer:
             f"{task.name}: the optimizer was given {foreign} tensors that are not parameters of the model (any more): "
             "lists kept by the constructor do not follow when the model is spread. Take them from model.parameters()."
         )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in absent]
     optimizer = _fused(optimizer) if fused else optimizer
+    optimizer.rung_members = members  # type: ignore[attr-defined]
     _step_kind_by_kind(optimizer)
     return optimizer
 
@@ -90,15 +93,38 @@ class LocalScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(shim, *args)
 
     def agree(self, optimizer: Optimizer, device: torch.device) -> Tensor:
-        """After unscaling, where ranks have seen different gradients: above 0 on all if any of them overflowed."""
-        found = self._found_inf_per_device(optimizer)
+        """After unscaling, where ranks have seen different gradients: 1 on all ranks if any of them overflowed, else 0.
+
+        The largest flag and not their sum: torch's fused kernels skip a step at exactly 1, and at 2 they take it.
+        """
+        found: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
         flag = torch.zeros(1, device=device)
         for value in found.values():
-            flag += value.to(device)
-        dist.all_reduce(flag)
+            flag = torch.maximum(flag, value.to(device).reshape(1))
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
         for own in found.values():
             own.copy_(flag.reshape_as(own))
+        if not found:  # no gradient of this rank's was looked at; its scale must follow the others' all the same
+            found[device] = flag
         return flag
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """torch's fused SGD creates momentum in uninitialised memory, and a skipped first step leaves it so: 0 there
+        gives the next step the momentum of a first one."""
+        groups = [group for group in optimizer.param_groups if group.get("fused") and group.get("momentum")]
+        new = [p for group in groups for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
+        result = super().step(optimizer, *args, **kwargs)
+        (skipped, *_) = self._found_inf_per_device(optimizer).values()
+        for parameter in new:
+            momentum = local_part(optimizer.state[parameter]["momentum_buffer"])
+            momentum.masked_fill_(skipped.to(momentum.device).reshape(()) > 0, 0.0)
+        return result
+
+
+def members_of(optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters in each group as the task made them, whatever this rank keeps of them."""
+    members: list[list[str]] = optimizer.rung_members  # type: ignore[attr-defined]
+    return members
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -158,6 +184,8 @@ def _fused(optimizer: Optimizer) -> Optimizer:
         return optimizer
     if any(group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups):
         return optimizer
+    if defaults.get("dampening"):
+        return optimizer  # its momentum after a skipped first step would not be that of a first step (`LocalScaler`)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return optimizer  # what the task hung on it would be lost
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -12,7 +12,16 @@ _OPERATORS = {
     "JobSet": "JobSet is not installed there. Use --form job, which needs no operator, or install it.",
     "TrainJob": "Kubeflow Trainer is not installed there. Use --form job, which needs no operator, or install it.",
 }
-_NOT_FOUND, _CONFLICT = 404, 409
+# What else is made: the class of the client that knows the kind, and its name there.
+_KINDS = {
+    "ConfigMap": ("CoreV1Api", "config_map"),
+    "Secret": ("CoreV1Api", "secret"),
+    "ServiceAccount": ("CoreV1Api", "service_account"),
+    "Service": ("CoreV1Api", "service"),
+    "NetworkPolicy": ("NetworkingV1Api", "network_policy"),
+    "Job": ("BatchV1Api", "job"),
+}
+_FORBIDDEN, _NOT_FOUND, _CONFLICT = 403, 404, 409
 
 
 def apply(manifests: list[dict[str, Any]], namespace: str | None) -> str:
@@ -87,9 +96,8 @@ def _method(client: Any, verb: str, manifest: Mapping[str, Any], namespace: str)
         what |= {"group": group, "version": version, "plural": f"{kind.lower()}s"}
         method = getattr(client.CustomObjectsApi(), f"{verb}_namespaced_custom_object")
     else:
-        words = {"ConfigMap": "config_map", "Service": "service", "Job": "job"}
-        api = client.BatchV1Api() if kind == "Job" else client.CoreV1Api()
-        method = getattr(api, f"{verb}_namespaced_{words[kind]}")
+        api, word = _KINDS[kind]
+        method = getattr(getattr(client, api)(), f"{verb}_namespaced_{word}")
     if not is_new:
         what |= {"name": manifest["metadata"]["name"], "propagation_policy": "Background"}
     return lambda **options: method(namespace=namespace, **what, **options)
@@ -105,4 +113,6 @@ def _why(error: Any, kind: str, name: str) -> str:
         return f"there is one of this name. Delete it, or choose another: --name NAME. ({message})"
     if error.status == _NOT_FOUND and kind in _OPERATORS:
         return _OPERATORS[kind]
+    if error.status == _FORBIDDEN:
+        return f"{message}. If you may not make it yourself, let somebody apply what --dry-run prints."
     return str(message)

@@ -7,16 +7,16 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rung.environment import KEY_VARIABLE
 from rung.errors import ConfigError
 from rung.flags import TRAINED, add_settings, assignments_of
 
 if TYPE_CHECKING:
     from rung.submit.job import Asked
 
-# Those of `rung train`, but for what the job says itself: how many machines, and where they meet.
-_SUBMITTED = {
-    title: tuple(name for name in names if name not in ("nnodes", "rdzv")) for title, names in TRAINED.items()
-}
+# Those of `rung train`, but for what the job says itself: how many machines, where they meet, and by which key.
+_OWN = ("nnodes", "rdzv", "rdzv_key")
+_SUBMITTED = {title: tuple(name for name in names if name not in _OWN) for title, names in TRAINED.items()}
 
 
 def add_job(
@@ -32,7 +32,11 @@ def add_job(
     job.add_argument("--name", metavar="NAME", help="of the job (default: of task and strategy)")
     job.add_argument("--resume", metavar="RUN", help="go on with a run from its newest checkpoint")
     job.add_argument(
-        "--env", action="append", default=[], metavar="KEY=VALUE", help="a variable of the job's environment"
+        "--env",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a variable of the job's environment; what is submitted holds its value",
     )
     job.add_argument("--dry-run", action="store_true", help="print what would be submitted, and nothing else")
     if add_own is not None:
@@ -50,6 +54,7 @@ def asked_of(options: argparse.Namespace) -> Asked:
     """What was asked by the flags of `add_job`."""
     from rung.submit.job import Asked
 
+    _refuse_bytes(options)
     return Asked(
         task=options.task,
         flags={name: getattr(options, name) for names in _SUBMITTED.values() for name in names},
@@ -67,7 +72,17 @@ def _variable_of(text: str) -> tuple[str, str]:
     key, value = pair_of(text, "--env")
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key):
         raise ConfigError(f"--env {text!r}: {key!r} cannot be the name of a variable.")
+    if key == KEY_VARIABLE:
+        raise ConfigError(f"--env {key}: every job gets a key of its own when it is submitted or starts. Leave it out.")
     return key, value
+
+
+def _refuse_bytes(options: argparse.Namespace) -> None:
+    """Arguments that are no text in this locale: neither a script nor a manifest could hold them."""
+    for name, value in vars(options).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise ConfigError(f"{name} {text!r} is no text in UTF-8. Choose a name that is.")
 
 
 def pair_of(text: str, flag: str) -> tuple[str, str]:

@@ -16,7 +16,9 @@ from rung.submit.pods import (
     Cluster,
     container_rights,
     environment,
+    key_secret,
     metadata,
+    network_policy,
     own_labels,
     placement,
     pod_rights,
@@ -24,6 +26,7 @@ from rung.submit.pods import (
     resources,
     service,
     task_map,
+    unexpanded,
     volume_mounts,
     volumes,
     worker_job,
@@ -34,10 +37,11 @@ _WORKERS = "workers"
 _NODE = "node"
 
 
-def render(job: Job, cluster: Cluster, files: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The manifests of a job, in the order in which they are to be created."""
+def render(job: Job, cluster: Cluster, files: Mapping[str, str], key: str) -> list[dict[str, Any]]:
+    """The manifests of a job, in the order in which they are to be created. Several pods know each other by `key`."""
     task = [task_map(job, cluster, files)] if files else []
-    return task + FORMS[cluster.form](job, cluster, files)
+    secret = [key_secret(job, cluster, key)] if job.nodes[1] > 1 else []
+    return [*task, *secret, network_policy(job, cluster), *FORMS[cluster.form](job, cluster, files)]
 
 
 def _indexed_job(job: Job, cluster: Cluster, files: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -78,11 +82,20 @@ def _job_set(job: Job, cluster: Cluster, files: Mapping[str, str]) -> list[dict[
 
 
 def _train_job(job: Job, cluster: Cluster, files: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The runtime says to each pod how many there are and where they meet; Rung reads it there."""
+    """The runtime says to each pod how many there are and where they meet; Rung reads it there.
+
+    A patch cannot say that a pod gets no key to the cluster's API. An account can, so the job has one of its own.
+    """
+    account = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(job, cluster, job.name),
+        "automountServiceAccountToken": False,
+    }
     trainer: dict[str, Any] = {
         "image": cluster.image,
         "command": ["rung"],
-        "args": job.words(),
+        "args": [unexpanded(word) for word in job.words()],
         "env": environment(job, cluster)["env"],
         "numNodes": job.nodes[1],
         "numProcPerNode": job.num_processes,
@@ -96,13 +109,13 @@ def _train_job(job: Job, cluster: Cluster, files: Mapping[str, str]) -> list[dic
             {"name": _NODE, "volumeMounts": volume_mounts(cluster, files), "securityContext": container_rights()}
         ],
         "volumes": volumes(job, cluster, files),
+        "serviceAccountName": cluster.service_account or job.name,
     }
-    if cluster.service_account is not None:
-        pod["serviceAccountName"] = cluster.service_account
     if cluster.pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in cluster.pull_secrets]
     patch = {"name": _NODE, "template": {"spec": {"template": {"metadata": {"labels": own_labels(job)}, "spec": pod}}}}
     return [
+        *([account] if cluster.service_account is None else []),
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
@@ -117,7 +130,7 @@ def _train_job(job: Job, cluster: Cluster, files: Mapping[str, str]) -> list[dic
                     }
                 ],
             },
-        }
+        },
     ]
 
 

@@ -27,7 +27,7 @@ from rung.task import load_task
 # Whoever submits does not know yet where the machines will meet.
 _SOMEWHERE = "head:29400"
 # What a job says for itself, and every start of it anew.
-_OWN = ("strategy", "nproc", "nnodes", "rdzv", "out")
+_OWN = ("strategy", "nproc", "nnodes", "rdzv", "rdzv_key", "out")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Job:
     """A checked job."""
 
     name: str  # lower-case letters, digits and hyphens
-    task: str  # as it was given
+    task: str  # a path
     strategy: str
     nodes: tuple[int, int]  # the least and the most
     processes: str  # on each node, as --nproc takes it
@@ -94,8 +94,9 @@ def describe(asked: Asked, *, may_shrink: bool = False, is_installed: bool = Fal
     task = load_task(asked.task)
     if asked.gpus < 0:
         raise ConfigError(f"--gpus-per-node {asked.gpus}: a node has none, or some.")
-    if "rdzv" in asked.assignments:
-        raise ConfigError("where the nodes meet is found when the job starts. Leave out --set rdzv.")
+    for key, what in {"rdzv": "where the nodes meet", "rdzv_key": "the key by which the nodes know each other"}.items():
+        if key in asked.assignments:
+            raise ConfigError(f"{what} is found when the job starts. Leave out --set {key}.")
     if asked.nodes is not None:
         count_range(asked.nodes, "nodes")
     flags = {**asked.flags, "nnodes": asked.nodes}
@@ -126,12 +127,12 @@ def describe(asked: Asked, *, may_shrink: bool = False, is_installed: bool = Fal
         raise ConfigError(f"{out} holds a run already. Go on with it: --resume {out}. Or choose another --out.")
     return Job(
         name=_label(asked.name or f"{task.name}-{strategy}"),
-        task=asked.task,
+        task=as_word(asked.task),
         strategy=strategy,
         nodes=nodes,
         processes=config.nproc or "1",
         gpus=asked.gpus,
-        out=out,
+        out=as_word(out),
         settings=_settings(asked),
         environment=asked.environment,
         workers=config.workers,
@@ -235,11 +236,16 @@ def _settings(asked: Asked) -> tuple[str, ...]:
         else:
             words += [f"--{flag}", str(value)]
     if asked.config_file is not None:
-        words += ["--config", asked.config_file]
+        words += ["--config", as_word(asked.config_file)]
     for key, text in asked.assignments.items():
         if key not in _OWN:
             words += ["--set", f"{key}={text}"]
     return tuple(words)
+
+
+def as_word(path: str) -> str:
+    """A path as a word of a command, where one that begins with a hyphen would be taken for a flag."""
+    return f"./{path}" if path.startswith("-") else path
 
 
 def _label(text: str) -> str:

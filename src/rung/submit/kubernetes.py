@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,12 +56,19 @@ def add_kubernetes(kinds: Any) -> None:
         "node-selector": ("KEY=VALUE", "a label that nodes must have"),
         "toleration": ("KEY[=VALUE][:EFFECT]", "a taint that nodes may have"),
         "label": ("KEY=VALUE", "a label of all that is made, as that of a queue"),
+        "scratch": ("PATH", "a path that pods may write to beside /tmp and volumes; goes with its pod"),
         "ship": ("FILE", "a file that the task needs beside it; modules that it imports go along by themselves"),
     }
     for flag, (metavar, told) in repeated.items():
         cluster.add_argument(f"--{flag}", action="append", default=[], metavar=metavar, help=told)
     cluster.add_argument("--task-in-image", metavar="PATH", help="where the image has the task; nothing goes along")
     cluster.add_argument("--service-account", metavar="NAME", help="of the pods (default: none, and no key to the API)")
+    cluster.add_argument(
+        "--egress",
+        choices=("any", "job"),
+        default="any",
+        help="what pods may reach: all that the cluster lets them, or one another and DNS alone (default any)",
+    )
     cluster.add_argument("--backoff", type=int, metavar="N", help="failures that each pod has (default 3)")
     cluster.add_argument("--runtime", metavar="NAME", help="of a TrainJob (default torch-distributed)")
     add_job(parser)
@@ -83,16 +91,16 @@ def _submit(options: argparse.Namespace) -> int:
     _refuse(job, cluster)
     files = {} if options.task_in_image else _files_of(asked.task, asked.config_file, options.ship)
     job = _in_pods(job, cluster, asked.flags.get("out"), asked.config_file, options.task_in_image)
-    manifests = render(job, cluster, files)
+    manifests = render(job, cluster, files, key=secrets.token_hex(32))
     for note in _notes(job, cluster):
         sys.stderr.write(f"note: {note}\n")
     if options.dry_run:
-        sys.stdout.write(write_documents(manifests))
+        sys.stdout.write(write_documents(manifests, _comments(job, cluster, manifests)))
         return 0
     from rung.submit.apply import apply
 
     namespace = apply(manifests, cluster.namespace)
-    sys.stdout.write(_farewell(job, cluster, namespace))
+    sys.stdout.write(_farewell(job, cluster, namespace, manifests))
     return 0
 
 
@@ -142,6 +150,8 @@ def _cluster_of(options: argparse.Namespace) -> Cluster:
         node_selector=tuple(pair_of(text, "--node-selector") for text in options.node_selector),
         tolerations=tuple(options.toleration),
         labels=tuple(pair_of(text, "--label") for text in options.label),
+        scratch=tuple(_without_end(path) for path in options.scratch),
+        egress=options.egress,
         **({"backoff": options.backoff} if options.backoff is not None else {}),
         **({"runtime": options.runtime} if options.runtime is not None else {}),
     )
@@ -153,7 +163,11 @@ def _volume_of(text: str) -> tuple[str, str]:
     claim, colon, path = text.partition(":")
     if not claim or not colon:
         raise ConfigError(f"--volume takes CLAIM:/PATH, as in runs:/runs, not {text!r}.")
-    return claim, f"/{path.strip('/')}" if path.startswith("/") else path
+    return claim, _without_end(path)
+
+
+def _without_end(path: str) -> str:
+    return f"/{path.strip('/')}" if path.startswith("/") else path
 
 
 def _refuse(job: Job, cluster: Cluster) -> None:
@@ -257,6 +271,7 @@ def _refuse_files(files: Mapping[str, str]) -> None:
 
 def _in_pods(job: Job, cluster: Cluster, out: str | None, config_file: str | None, in_image: str | None) -> Job:
     """The job as its pods see it."""
+    from rung.submit.job import as_word
     from rung.submit.pods import TASK_FOLDER
 
     paths = [path for _, path in cluster.volumes]
@@ -270,7 +285,7 @@ def _in_pods(job: Job, cluster: Cluster, out: str | None, config_file: str | Non
             f"{paths[0]}/{PurePosixPath(out).name}."
         )
     if in_image is not None:
-        return replace(job, task=in_image, out=out)
+        return replace(job, task=as_word(in_image), out=out)
     file = _task_file(job.task)
     folder = f"{TASK_FOLDER}/{file.parent.name}"
     settings = list(job.settings)
@@ -281,14 +296,30 @@ def _in_pods(job: Job, cluster: Cluster, out: str | None, config_file: str | Non
     return replace(job, task=f"{folder}/{file.name}", out=out, settings=tuple(settings))
 
 
-def _farewell(job: Job, cluster: Cluster, namespace: str) -> str:
+def _comments(job: Job, cluster: Cluster, manifests: list[dict[str, Any]]) -> list[str]:
+    """What somebody should know who applies the manifests by hand."""
+    found = []
+    if any(manifest["kind"] == "Secret" for manifest in manifests):
+        found.append(
+            f"The Secret {job.name}-key is the key by which the pods know each other: random, and another one whenever "
+            "this is printed."
+        )
+        found.append("Keep this text to yourself, and apply all of it.")
+    own = f"{f'-n {cluster.namespace} ' if cluster.namespace else ''}-l app.kubernetes.io/instance={job.name}"
+    return [*found, f"Delete what it makes: kubectl delete {_kinds(manifests)} {own}"]
+
+
+def _kinds(manifests: list[dict[str, Any]]) -> str:
+    """The kinds of all that is made, the job first, as kubectl takes them."""
+    return ",".join(dict.fromkeys(manifest["kind"].lower() for manifest in reversed(manifests)))
+
+
+def _farewell(job: Job, cluster: Cluster, namespace: str, manifests: list[dict[str, Any]]) -> str:
     """What there is now, and what can be done with it."""
-    kinds = {"job": "job", "jobset": "jobset", "trainjob": "trainjob"}
     own = f"-n {namespace} -l app.kubernetes.io/instance={job.name}"
-    all_kinds = ",".join(dict.fromkeys([kinds[cluster.form], "job", "service", "configmap"]))
     return (
-        f"submitted {kinds[cluster.form]} {job.name} to the namespace {namespace}; the run is {job.out}\n"
+        f"submitted {cluster.form} {job.name} to the namespace {namespace}; the run is {job.out}\n"
         f"  look:   kubectl get pods {own}\n"
         f"  follow: kubectl logs -f --prefix --max-log-requests {job.nodes[1] + 1} {own}\n"
-        f"  stop:   kubectl delete {all_kinds} {own}\n"
+        f"  stop:   kubectl delete {_kinds(manifests)} {own}\n"
     )

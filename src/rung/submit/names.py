@@ -61,13 +61,18 @@ def _refuse_paths(cluster: Cluster) -> None:
 
     own = {PurePosixPath(TASK_FOLDER): "the task", PurePosixPath("/dev/shm"): "shared memory"}
     taken: dict[PurePosixPath, str] = {}
-    for claim, path in cluster.volumes:
+    volumes = [
+        (claim, path, f"--volume {claim}:{path}", "CLAIM:/PATH, as in runs:/runs") for claim, path in cluster.volumes
+    ]
+    scratch = [("scratch", path, f"--scratch {path}", "/PATH, as in /cache") for path in cluster.scratch]
+    for what, path, given, form in [*volumes, *scratch]:
         place = PurePosixPath(path)
         if not place.is_absolute() or place == PurePosixPath("/") or ".." in place.parts or ":" in path:
-            raise ConfigError(f"--volume takes CLAIM:/PATH, as in runs:/runs, not {claim + ':' + path!r}.")
-        for other, what in own.items():
+            flag, _, text = given.partition(" ")
+            raise ConfigError(f"{flag} takes {form}, not {text!r}.")
+        for other, name in own.items():
             if place.is_relative_to(other):
-                raise ConfigError(f"--volume {claim}:{path}: {what} is mounted at {other}. Choose another path.")
+                raise ConfigError(f"{given}: {name} is mounted at {other}. Choose another path.")
         if place in taken:
-            raise ConfigError(f"--volume {claim}:{path}: {taken[place]} is mounted there. Choose another path.")
-        taken[place] = claim
+            raise ConfigError(f"{given}: {taken[place]} is mounted there. Choose another path.")
+        taken[place] = what

@@ -11,18 +11,22 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from rung.environment import KEY_VARIABLE
 from rung.errors import RESUME_EXIT_CODE
 from rung.submit.job import Job
 
 PORT = 29400
 TASK_FOLDER = "/task"
 RENDEZVOUS = "rendezvous"
+# Where every pod may write, though its root file system is read-only; also its home, for the caches of libraries.
+SCRATCH = "/tmp"
 # Beside what saving may take: to start the ranks' farewell, and to write the last lines.
 _SPARE_SECONDS = 30
 # The user of the image that the Dockerfile makes.
 _USER = 1000
 _MISTAKE_EXIT_CODE = 2
 _GPU = "nvidia.com/gpu"
+_DNS_PORT = 53
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Cluster:
     node_selector: tuple[tuple[str, str], ...] = ()
     tolerations: tuple[str, ...] = ()  # KEY[=VALUE][:EFFECT]
     labels: tuple[tuple[str, str], ...] = ()
+    scratch: tuple[str, ...] = ()  # further paths that pods may write to
+    egress: str = "any"  # what pods may reach: any, or those of the job alone
     backoff: int = 3  # how often each pod may fail
     runtime: str = "torch-distributed"  # of a TrainJob
 
@@ -66,6 +72,37 @@ def task_map(job: Job, cluster: Cluster, files: Mapping[str, str]) -> dict[str, 
         "metadata": metadata(job, cluster, f"{job.name}-task"),
         "immutable": True,
         "data": {key_of(path): text for path, text in files.items()},
+    }
+
+
+def key_secret(job: Job, cluster: Cluster, key: str) -> dict[str, Any]:
+    """The key by which the pods of a job know each other. Immutable: a pod that is replaced must get the same."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(job, cluster, f"{job.name}-key"),
+        "immutable": True,
+        "stringData": {KEY_VARIABLE: key},
+    }
+
+
+def network_policy(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """Lets no pods in but those of the job. Of what they reach themselves, a training may need all: data, trackers."""
+    own = [{"podSelector": {"matchLabels": own_labels(job)}}]
+    spec: dict[str, Any] = {
+        "podSelector": {"matchLabels": own_labels(job)},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": own}],
+    }
+    if cluster.egress == "job":
+        # Names are asked for at an address that differs between clusters, and may be one of the node.
+        names = {"ports": [{"protocol": protocol, "port": _DNS_PORT} for protocol in ("UDP", "TCP")]}
+        spec |= {"policyTypes": ["Ingress", "Egress"], "egress": [{"to": own}, names]}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(job, cluster, job.name),
+        "spec": spec,
     }
 
 
@@ -105,7 +142,7 @@ def worker_job(
         "name": "rung",
         "image": cluster.image,
         "command": ["rung"],
-        "args": words,
+        "args": [unexpanded(word) for word in words],
         **environment(job, cluster),
         **_some(resources=resources(job, cluster)),
         "securityContext": container_rights(),
@@ -131,9 +168,10 @@ def rendezvous_job(job: Job, cluster: Cluster, subdomain: str | None) -> dict[st
         "image": cluster.image,
         "command": ["rung"],
         "args": ["rdzv", str(PORT), "--once"],
-        "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}],
+        "env": [*_variables({}), *_key_variable(job)],
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}},
         "securityContext": container_rights(),
+        "volumeMounts": [{"name": "scratch-0", "mountPath": SCRATCH}],
     }
     pod = {
         **_some(subdomain=subdomain),
@@ -143,6 +181,7 @@ def rendezvous_job(job: Job, cluster: Cluster, subdomain: str | None) -> dict[st
         **_pull_secrets(cluster),
         "securityContext": pod_rights(),
         "containers": [container],
+        "volumes": [{"name": "scratch-0", "emptyDir": {}}],
     }
     return {
         "completionMode": "Indexed",
@@ -171,10 +210,25 @@ def pod_failure_policy() -> dict[str, Any]:
 
 def environment(job: Job, cluster: Cluster) -> dict[str, Any]:
     """Variables by value, and those that only the cluster's Secrets know."""
-    pairs = {"PYTHONUNBUFFERED": "1", **dict(job.environment)}
-    named = [{"name": name, "value": value} for name, value in pairs.items()]
     secrets = [{"secretRef": {"name": name}} for name in cluster.secrets]
-    return {"env": named, **_some(envFrom=secrets)}
+    return {"env": [*_variables(dict(job.environment)), *_key_variable(job)], **_some(envFrom=secrets)}
+
+
+def _variables(further: Mapping[str, str]) -> list[dict[str, Any]]:
+    pairs = {"PYTHONUNBUFFERED": "1", "HOME": SCRATCH, **further}
+    return [{"name": name, "value": unexpanded(value)} for name, value in pairs.items()]
+
+
+def _key_variable(job: Job) -> list[dict[str, Any]]:
+    """One pod alone needs no key."""
+    if job.nodes[1] == 1:
+        return []
+    return [{"name": KEY_VARIABLE, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-key", "key": KEY_VARIABLE}}}]
+
+
+def unexpanded(text: str) -> str:
+    """A text that the kubelet gives a container as it is: $(NAME) in it would be a variable's value, and $$ a $."""
+    return text.replace("$", "$$")
 
 
 def resources(job: Job, cluster: Cluster) -> dict[str, Any]:
@@ -196,13 +250,22 @@ def volumes(job: Job, cluster: Cluster, files: Mapping[str, str]) -> list[dict[s
         "name": "task",
         "configMap": {"name": f"{job.name}-task", "items": [{"key": key_of(path), "path": path} for path in files]},
     }
-    return [{"name": "shared-memory", "emptyDir": memory}, *claims, *([task] if files else [])]
+    scratch: list[dict[str, Any]] = [{"name": name, "emptyDir": {}} for name, _ in _scratch(cluster)]
+    return [{"name": "shared-memory", "emptyDir": memory}, *scratch, *claims, *([task] if files else [])]
 
 
 def volume_mounts(cluster: Cluster, files: Mapping[str, str]) -> list[dict[str, Any]]:
     claims = [{"name": f"volume-{number}", "mountPath": path} for number, (_, path) in enumerate(cluster.volumes)]
     task = {"name": "task", "mountPath": TASK_FOLDER, "readOnly": True}
-    return [{"name": "shared-memory", "mountPath": "/dev/shm"}, *claims, *([task] if files else [])]
+    scratch = [{"name": name, "mountPath": path} for name, path in _scratch(cluster)]
+    return [{"name": "shared-memory", "mountPath": "/dev/shm"}, *scratch, *claims, *([task] if files else [])]
+
+
+def _scratch(cluster: Cluster) -> list[tuple[str, str]]:
+    """Empty folders of a pod, and where they are mounted. A claim may take the place of one."""
+    taken = [path for _, path in cluster.volumes]
+    paths = [path for path in dict.fromkeys([SCRATCH, *cluster.scratch]) if path not in taken]
+    return [(f"scratch-{number}", path) for number, path in enumerate(paths)]
 
 
 def placement(cluster: Cluster) -> dict[str, Any]:
@@ -224,7 +287,7 @@ def pod_rights() -> dict[str, Any]:
 
 
 def container_rights() -> dict[str, Any]:
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 
 def _account(cluster: Cluster) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -157,7 +158,7 @@ def _options_of(options: argparse.Namespace) -> dict[str, str | None]:
         value = getattr(options, key.replace("-", "_"))
         if value is not None:
             found[key] = value
-        if value is not None and (not value or "\n" in value):
+        if value == "":
             raise ConfigError(f"--{key} {value!r} is nothing that sbatch takes.")
     if not re.fullmatch(r"[1-9]\d*", found.get("cpus-per-task") or "1"):
         raise ConfigError(f"--cpus-per-task {found['cpus-per-task']!r} is no number of cores.")
@@ -166,7 +167,7 @@ def _options_of(options: argparse.Namespace) -> dict[str, str | None]:
     for text in options.sbatch:
         key, value = pair_of(text, "--sbatch") if "=" in text else (text, None)
         key = key.lstrip("-")
-        if not key or any(character.isspace() for character in key) or "\n" in text:
+        if not re.fullmatch("[A-Za-z][A-Za-z0-9-]*", key):
             raise ConfigError(f"--sbatch takes an option of sbatch as KEY=VALUE or KEY, not {text!r}.")
         if key in _TAKEN or key in found or key in _OPTIONS:
             flag = _TAKEN.get(key, f"--{key}")
@@ -200,8 +201,11 @@ def _submit(text: str, path: Path) -> str:
             "or write the script there with --dry-run."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    path.unlink(missing_ok=True)  # one that others may read, or a link
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)  # with the values of --env, which may be secrets
+    # As a whole path: one that begins with a hyphen would be taken for an option.
+    done = subprocess.run(["sbatch", "--parsable", str(path.absolute())], capture_output=True, text=True)
     if done.returncode != 0:
         raise EnvironmentProblem(f"sbatch refused {path}:\n{done.stderr.strip()}")
     sys.stderr.write(done.stderr)  # what a cluster has to say to every job

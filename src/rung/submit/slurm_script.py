@@ -12,12 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rung.errors import RESUME_EXIT_CODE
+from rung.environment import KEY_VARIABLE
+from rung.errors import RESUME_EXIT_CODE, ConfigError
 from rung.version import VERSION
 
 if TYPE_CHECKING:
     from rung.submit.job import Job
 
+# Before the user's own lines, so that a `set -x` there does not print it.
+_KEY = f"""
+# The launchers know each other by a key, which every start of the job makes anew and keeps in its environment alone.
+{KEY_VARIABLE}=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export {KEY_VARIABLE}
+"""
 _MEETING = r"""
 # The nodes meet at the first one, at a port of this job's own.
 head=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -37,7 +44,9 @@ if [ $code -eq {RESUME_EXIT_CODE} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB
 fi
 exit $code
 """
-_ENDPOINT = '"$head:$port"'  # a word that the shell fills in
+_ENDPOINT = "\0"  # stands for an address that the shell fills in; no argument can be it
+# Where values of directives come from that the user has not given under the name of the option.
+_ORIGINS = {"output": "--out: the output file", "chdir": "the working directory"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,9 @@ def render(jobs: Sequence[Job], script: Script) -> str:
     heading = f"# Written by rung {VERSION}: {script.made_by}".replace("\n", "\n# ")
     parts = [
         "\n".join(["#!/bin/bash", *_directives(jobs, script)]),
-        "\n".join([heading, *script.setup, *exports]),
+        heading,
+        _KEY if several else "",
+        "\n".join([*script.setup, *exports]),
         _TRAP,
         _MEETING if several else "",
         _choice(jobs) if len(jobs) > 1 else "",
@@ -90,12 +101,33 @@ def _directives(jobs: Sequence[Job], script: Script) -> list[str]:
         "signal": f"USR1@{script.notice}",
     }
     asked |= {key: value for key, value in treated.items() if key not in asked}
-    return [f"#SBATCH --{key}" if value is None else f"#SBATCH --{key}={_word(value)}" for key, value in asked.items()]
+    return [_directive(key, value, is_own=key not in script.options) for key, value in asked.items()]
+
+
+def _directive(key: str, value: str | None, *, is_own: bool) -> str:
+    """A comment of the script, which ends with its line: what follows a line break would be run as a command."""
+    if value is None:
+        return f"#SBATCH --{key}"
+    origin = _ORIGINS.get(key, f"--{key}") if is_own else f"--{key}"
+    if not value.isprintable():
+        raise ConfigError(
+            f"{origin} {value!r} has a line break or another character that cannot be printed, and what sbatch is "
+            "asked for must fit into one line of its script. Choose a name without."
+        )
+    if is_own and key == "output" and "\\" in value:
+        # It would take %% and %a in the name as they stand, and leave the backslash out.
+        raise ConfigError(
+            f"{origin} {value!r} has a backslash, which Slurm does not take in the name of an output file. Choose a "
+            "name without, or name the file yourself: --sbatch output=FILE."
+        )
+    return f"#SBATCH --{key}={_word(value)}"
 
 
 def _word(value: str) -> str:
-    """sbatch takes words in double quotes."""
-    return value if all(c.isalnum() or c in "-_./:,@%+=[]" for c in value) else '"' + value.replace('"', r"\"") + '"'
+    """sbatch takes words in double quotes, where a backslash makes the next character an ordinary one."""
+    if all(c.isalnum() or c in "-_./:,@%+=[]" for c in value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', r"\"") + '"'
 
 
 def _choice(jobs: Sequence[Job]) -> str:
@@ -113,7 +145,8 @@ def _own_words(job: Job) -> list[str]:
 def _command(jobs: Sequence[Job], program: Sequence[str]) -> str:
     """A launcher on each node. They end one after the other, and none may be killed while it saves."""
     job = jobs[0]
-    steps = ["srun", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', "--kill-on-bad-exit=0"]
+    # Of a job submitted with --export, srun would pass on no variables but those named there.
+    steps = ["srun", "--export=ALL", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', "--kill-on-bad-exit=0"]
     if len({job.nodes for job in jobs}) > 1:
         steps += ['--nodes="$nodes"', '--ntasks="$nodes"']
     own = _shell(_own_words(job)) if len(jobs) == 1 else '"${own[@]}"'
@@ -123,4 +156,4 @@ def _command(jobs: Sequence[Job], program: Sequence[str]) -> str:
 
 
 def _shell(words: Sequence[str]) -> str:
-    return " ".join(word if word == _ENDPOINT else shlex.quote(word) for word in words)
+    return " ".join('"$head:$port"' if word == _ENDPOINT else shlex.quote(word) for word in words)

@@ -16,9 +16,10 @@ _PLAIN = re.compile(r"-{0,2}[A-Za-z/][\w./,=+@-]*(:[\w./,=+@-]+)*", re.ASCII)
 _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
 
 
-def write_documents(documents: Iterable[Mapping[str, Any]]) -> str:
-    """One text for all of them."""
-    return "---\n".join("\n".join(_lines(document)) + "\n" for document in documents)
+def write_documents(documents: Iterable[Mapping[str, Any]], comments: Iterable[str] = ()) -> str:
+    """One text for all of them, below comments of a line each."""
+    text = "---\n".join("\n".join(_lines(document)) + "\n" for document in documents)
+    return "".join(f"# {comment}\n" for comment in comments) + text
 
 
 def _lines(value: Mapping[str, Any] | list[Any]) -> list[str]:

@@ -1,0 +1,95 @@
+"""The secret that the processes of one job share. They sign with it what they leave in a store for each other.
+
+A job of one machine gets a random key from its launcher. Launchers on several machines, and ranks that other programs
+start, need a key that they all find: a file, an environment variable, or a file in the user's home directory, which
+most clusters share. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from rung.environment import KEY_VARIABLE, environment_key
+from rung.errors import ConfigError, EnvironmentProblem
+
+_LEAST_CHARACTERS = 16
+_MOST_BYTES = 4096
+
+
+def new_key() -> str:
+    return secrets.token_hex(32)
+
+
+def derive_key(key: str, purpose: str) -> str:
+    """Another key, for one purpose: a message signed with it is of no use elsewhere."""
+    return hmac.new(key.encode(), purpose.encode(), "sha256").hexdigest()
+
+
+def shared_key(file: str | None = None) -> str:
+    """The key that processes on several machines have in common: of --rdzv-key, of the environment, or of the user."""
+    if file is not None:
+        return _read(Path(file), "--rdzv-key")
+    if (key := environment_key()) is not None:
+        return _checked(key, f"the environment variable {KEY_VARIABLE}")
+    return _user_key()
+
+
+def _user_key() -> str:
+    """The user's own key, made when it is first needed."""
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    path = Path(home) / "rung" / "key"
+    try:
+        if not path.exists():
+            _make(path)
+        return _read(path, "the key of this user")
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{path}, the key with which processes of one job know each other, cannot be made: {error.strerror}. Give "
+            f"all of them the same one: --rdzv-key FILE, or the environment variable {KEY_VARIABLE}."
+        ) from None
+
+
+def _make(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f".key-{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{new_key()}\n")
+    # A link, not a rename: of several machines that make it at the same moment, the first one's stays.
+    with contextlib.suppress(FileExistsError):
+        os.link(partial, path)
+    partial.unlink()
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        # Not blocking: a pipe without a writer would be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(f"{what}, {path}, cannot be read: {error.strerror}.") from None
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{what}, {path}, is not a file.")
+        # A key that everybody can read is no secret. Those that a container mounts have modes that nobody can change.
+        if found.st_mode & stat.S_IRWXO and found.st_uid == os.geteuid() and os.access(path.parent, os.W_OK):
+            raise ConfigError(f"{what}, {path}, can be read by every user of this machine: chmod 600 {path}")
+        text = file.read(_MOST_BYTES + 1)
+    try:
+        return _checked(text.decode().strip(), f"{what}, {path},")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what}, {path}, is not text. Make one: openssl rand -hex 32 > {path}") from None
+
+
+def _checked(key: str, what: str) -> str:
+    if not _LEAST_CHARACTERS <= len(key.encode()) <= _MOST_BYTES:
+        raise ConfigError(
+            f"{what} has {len(key)} characters; a key has {_LEAST_CHARACTERS} to {_MOST_BYTES}, such as those of "
+            "`openssl rand -hex 32`."
+        )
+    return key

@@ -1,0 +1,127 @@
+"""torch's store, opened to one interface alone, and with signed values.
+
+torch's TCPStore listens on all interfaces and knows no users: whoever reaches its port reads and writes. So the
+listening socket is made here, and every value carries a signature over its name and content (HMAC-SHA256 with the key
+of the job). A value that somebody else wrote is refused before anything looks at it. Counters (`add`) cannot be signed,
+since the server computes them; nothing but waiting depends on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from rung.environment import KEY_VARIABLE
+from rung.errors import EnvironmentProblem
+
+_DIGEST_BYTES = 32
+_BACKLOG = 4096  # as torch has it: all ranks of a large job may come at once
+
+LOOPBACK = "127.0.0.1"
+
+
+class ForgedMessage(EnvironmentProblem):
+    """Somebody without the key of this job wrote into its store."""
+
+
+class SignedStore(Store):
+    """A store whose values are signed. torch's process groups and RPC take it like any other."""
+
+    def __init__(self, store: TCPStore, key: str) -> None:
+        super().__init__()
+        self.unsigned: Any = store  # by its stubs it takes no bytes
+        self._key = key.encode()
+        self._counters: set[str] = set()  # names that this process has added to; RPC reads some of them back
+        self.host, self.port = store.host, store.port
+
+    def set(self, name: str, value: str | bytes) -> None:
+        self.unsigned.set(name, self.sign(name, value))
+
+    def get(self, name: str) -> bytes:
+        found = bytes(self.unsigned.get(name))
+        if name in self._counters and found.isdigit():
+            return found
+        return self.verify(name, found)
+
+    def compare_set(self, name: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        # Signatures are a function of name and value, so the server can compare what is signed.
+        old = self.sign(name, expected) if expected else ""
+        return self.verify(name, bytes(self.unsigned.compare_set(name, old, self.sign(name, desired))))
+
+    def add(self, name: str, amount: int) -> int:
+        self._counters.add(name)
+        return int(self.unsigned.add(name, amount))
+
+    def check(self, names: Sequence[str]) -> bool:
+        return bool(self.unsigned.check(list(names)))
+
+    def wait(self, names: Sequence[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self.unsigned.wait(list(names))
+        else:
+            self.unsigned.wait(list(names), timeout)
+
+    def delete_key(self, name: str) -> bool:
+        return bool(self.unsigned.delete_key(name))
+
+    def num_keys(self) -> int:
+        return int(self.unsigned.num_keys())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.unsigned.set_timeout(timeout)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def clone(self) -> SignedStore:
+        return SignedStore(self.unsigned.clone(), self._key.decode())
+
+    def sign(self, name: str, value: str | bytes) -> bytes:
+        """A value with its signature in front."""
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        return self._digest(name, content) + content
+
+    def verify(self, name: str, signed: bytes) -> bytes:
+        """The value without its signature. Raises ForgedMessage where it is not the job's."""
+        digest, content = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
+        if not hmac.compare_digest(digest, self._digest(name, content)):
+            raise ForgedMessage(
+                f"{name!r} at {self.host}:{self.port} is not signed with the key of this job: either a process of "
+                "another job or of somebody else wrote it, or the machines of this job have different keys. Give all "
+                f"of them the same --rdzv-key FILE, or the same {KEY_VARIABLE}."
+            )
+        return content
+
+    def _digest(self, name: str, content: bytes) -> bytes:
+        encoded = name.encode()
+        return hmac.digest(self._key, b"rung store" + len(encoded).to_bytes(8, "big") + encoded + content, "sha256")
+
+
+def serve_store(address: str, port: int = 0, *, seconds: float | None = None) -> TCPStore:
+    """A store that listens at one address of this machine. Raises OSError where it cannot; port 0 is any free one."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+        # "" and 0.0.0.0 are no addresses that a client, which every TCPStore has beside its server, could connect to.
+        host = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
+        port = int(listener.getsockname()[1])
+        return TCPStore(
+            host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach(), **_timeout(seconds)
+        )
+
+
+def join_store(host: str, port: int, *, seconds: float | None = None) -> TCPStore:
+    """A client of a store that listens elsewhere."""
+    return TCPStore(host, port, None, False, wait_for_workers=False, **_timeout(seconds))
+
+
+def _timeout(seconds: float | None) -> dict[str, Any]:
+    return {} if seconds is None else {"timeout": timedelta(seconds=seconds)}

@@ -1,0 +1,158 @@
+"""Where the processes of each command listen: on loopback alone, unless the user asked for more."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.faults.hosts import Hosts, possible
+from tests.sockets import Listener, family_of, listeners
+
+_TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+defaults = {"batch_size": 8, "steps": 2, "device": "cpu", "log_every": 1}
+remote = ["0"]
+
+def model(): return nn.Sequential(nn.Embedding(16, 8), nn.Flatten(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 2))
+def train_data():
+    x = torch.randint(0, 16, (64, 4), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 30).long())
+def loss(output, target): return F.cross_entropy(output, target)
+def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def _listening_while(
+    *words: str, folder: Path, prefix: tuple[str, ...] = (), through: Sequence[str] = ("-m",)
+) -> tuple[set[Listener], str]:
+    """Every place at which a command or a process that it started ever listened."""
+    found: set[Listener] = set()
+    over = threading.Event()
+    (folder / "task.py").write_text(_TASK)
+    job = subprocess.Popen(
+        [*prefix, sys.executable, *through, "rung", *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+    def look() -> None:
+        while not over.wait(0.02):
+            found.update(listeners(family_of(job.pid)))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        told, _ = job.communicate(timeout=180)
+    finally:
+        over.set()
+        looking.join()
+        job.kill()
+    assert job.returncode == 0, told
+    return found, told
+
+
+def _is_loopback(listener: Listener) -> bool:
+    return ipaddress.ip_address(listener.address).is_loopback
+
+
+# One row for each way in which ranks come to be and talk; strategies of the mesh all open the same world.
+COMMANDS = [
+    "train task.py --strategy ddp --nproc 2 --checkpoint-every 1 --set workers=1",
+    "train task.py --strategy zero3 --nproc 1:2 --replicate-state",
+    "train task.py --strategy ps --nproc 2",
+    "train task.py --strategy ps-async --nproc 2",
+    "train task.py --strategy rpc-pp2",
+    "verify task.py --nproc 2 --strategies tp2 hsdp --steps 2",
+    "compare task.py --nproc 2 --strategies zero2 pp2 --steps 4 --out page.html",
+    "bench collectives --nproc 2 --sizes 1K --seconds 0.01",
+    "doctor --nproc 2",
+]
+MORE = [
+    "train task.py --strategy single",
+    "train task.py --strategy dp2",
+    "train task.py --strategy zero1 --nproc 2",
+    "train task.py --strategy zero2 --nproc 2",
+    "train task.py --strategy hsdp --nproc 4",
+    "train task.py --strategy tp2",
+    "train task.py --strategy pp2",
+    "train task.py --strategy pp2,ddp2",
+    "train task.py --strategy ddp+ps --nproc 3",
+    "train task.py --strategy ddp --nproc 2 --profile 1",
+    "plan task.py",
+    "explain task.py --strategy ddp --nproc 2",
+]
+ALONE = ("single", "dp2", "plan", "explain")  # no process of these listens at all
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(pytest.param(more, marks=pytest.mark.slow) for more in MORE)])
+def test_a_command_listens_on_loopback_alone(command: str, tmp_path: Path) -> None:
+    found, _ = _listening_while(*command.split(), folder=tmp_path)
+    assert {listener for listener in found if not _is_loopback(listener)} == set()
+    if not any(word in command for word in ALONE):
+        assert len({listener.pid for listener in found}) > 1, "the test did not see the sockets of ranks"
+
+
+def test_ranks_of_torchrun_listen_on_loopback_alone(tmp_path: Path) -> None:
+    """The store is torchrun's own and listens everywhere; what ranks open beside it does not."""
+    (tmp_path / "task.py").write_text(_TASK)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
+    found, _ = _listening_while("train", "task.py", "--strategy", "ddp", folder=tmp_path, through=words)
+    launcher = min(listener.pid for listener in found)
+    ranks = {listener for listener in found if listener.pid != launcher}
+    assert ranks and all(map(_is_loopback, ranks))
+
+
+def test_a_store_for_others_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
+    for place, expected in (("127.0.0.1:0", "127.0.0.1"), ("0", "0.0.0.0")):
+        keeper = subprocess.Popen([sys.executable, "-m", "rung", "rdzv", place], stdout=subprocess.PIPE, text=True)
+        try:
+            assert keeper.stdout is not None
+            told = keeper.stdout.readline()
+            assert ("of all interfaces of this machine" in told) == (expected == "0.0.0.0")
+            assert {listener.address for listener in listeners({keeper.pid})} == {expected}
+        finally:
+            keeper.kill()
+            keeper.wait()
+
+
+@pytest.mark.skipif(not possible(), reason="network namespaces need root")
+@pytest.mark.parametrize("strategy", ["ddp", "ps"])
+def test_machines_listen_on_the_interface_that_they_meet_through(strategy: str, tmp_path: Path) -> None:
+    """Each machine has a second interface, on which nothing may listen."""
+    with Hosts(2) as hosts:
+        for number in range(2):
+            for words in (["link", "add", "other", "type", "dummy"], ["link", "set", "other", "up"]):
+                subprocess.run(["ip", "-n", hosts.names[number], *words], check=True)
+            address = ["addr", "add", f"10.99.{number}.1/24", "dev", "other"]
+            subprocess.run(["ip", "-n", hosts.names[number], *address], check=True)
+        command = ["train", "task.py", "--strategy", strategy, "--nproc", "1", "--nnodes", "2", "--out", "run"]
+        command += ["--rdzv", f"{hosts.address(0)}:29500"]
+        found: dict[int, set[Listener]] = {}
+
+        def start(number: int) -> None:
+            (tmp_path / str(number)).mkdir()
+            words = (*hosts.prefix(number),)
+            found[number], _ = _listening_while(*command, folder=tmp_path / str(number), prefix=words)
+
+        machines = [threading.Thread(target=start, args=(number,)) for number in range(2)]
+        for machine in machines:
+            machine.start()
+        for machine in machines:
+            machine.join()
+        for number in range(2):
+            assert {listener.address for listener in found[number]} == {hosts.address(number)}

@@ -1,0 +1,352 @@
+"""What a stranger who reaches the port of a store can do: nothing that a process of the job believes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from rung.errors import ConfigError, EnvironmentProblem
+from rung.job_key import derive_key, new_key, shared_key
+from rung.launch.meeting import meet_here, open_meeting
+from rung.launch.rendezvous_state import JsonRendezvousBackend, StateCodec
+from rung.signed_store import LOOPBACK, ForgedMessage, SignedStore, join_store, serve_store
+from tests.harness import on_ranks
+from tests.sockets import family_of, listeners
+
+_MARK = "a-stranger-was-here"
+
+
+class _Bomb:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self.target}",)
+
+
+@pytest.fixture
+def store() -> SignedStore:
+    return SignedStore(serve_store(LOOPBACK), new_key())
+
+
+# -- signed values -----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_process_with_the_key_wrote_is_read(store: SignedStore) -> None:
+    other = SignedStore(join_store(LOOPBACK, store.port), store._key.decode())
+    other.set("word", b"\x00\xff told")
+    assert store.get("word") == b"\x00\xff told"
+    assert store.compare_set("first", "", "mine") == b"mine"
+    assert other.compare_set("first", "", "theirs") == b"mine"
+    assert other.compare_set("first", "mine", "theirs") == b"theirs" == store.get("first")
+    assert (store.add("count", 2), other.add("count", 1), store.get("count")) == (2, 3, b"3")
+
+
+@pytest.mark.parametrize("value", [b"", b"told", b"x" * 31, b"x" * 40, b"5"])
+def test_what_a_stranger_wrote_is_refused(store: SignedStore, value: bytes) -> None:
+    stranger = join_store(LOOPBACK, store.port)
+    stranger.set("word", value)
+    with pytest.raises(ForgedMessage, match=r"'word' at 127.0.0.1:\d+ is not signed with the key of this job"):
+        store.get("word")
+    if value:  # nothing under a name is what `compare_set` begins with
+        with pytest.raises(ForgedMessage):
+            store.compare_set("word", "", "mine")
+
+
+def test_a_signed_value_under_another_name_is_refused(store: SignedStore) -> None:
+    store.set("harmless", "told")
+    stranger = join_store(LOOPBACK, store.port)
+    stranger.set("folder", stranger.get("harmless"))
+    with pytest.raises(ForgedMessage):
+        store.get("folder")
+
+
+def test_a_value_of_another_world_is_refused(store: SignedStore) -> None:
+    key = store._key.decode()
+    worlds = [SignedStore(store.unsigned, derive_key(key, f"world 0 {attempt}")) for attempt in (1, 2)]
+    worlds[0].set("address", "of a dead rank")
+    with pytest.raises(ForgedMessage):
+        worlds[1].get("address")
+
+
+def test_a_number_is_believed_where_this_process_counts_and_nowhere_else(store: SignedStore) -> None:
+    store.add("count", 1)
+    stranger = join_store(LOOPBACK, store.port)
+    stranger.set("count", "no number")
+    with pytest.raises(ForgedMessage):
+        store.get("count")
+
+
+def test_a_store_listens_on_one_interface_alone() -> None:
+    served = serve_store(LOOPBACK)
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    rows += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    wanted = f"{served.port:04X}"
+    listening = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{wanted}")]
+    assert listening == ["0100007F"]  # 127.0.0.1
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_of_the_flag_then_of_the_environment_then_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("RUNG_RDZV_KEY", raising=False)
+    own = shared_key()
+    made = tmp_path / "rung" / "key"
+    assert made.stat().st_mode & 0o777 == 0o600 and len(own) == 64
+    assert shared_key() == own and [path.name for path in made.parent.iterdir()] == ["key"]
+    monkeypatch.setenv("RUNG_RDZV_KEY", "of the environment")
+    assert shared_key() == "of the environment"
+    file = tmp_path / "file"
+    file.write_text("of the flag, and long enough\n")
+    file.chmod(0o600)
+    assert shared_key(str(file)) == "of the flag, and long enough"
+
+
+def test_a_key_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    with pytest.raises(ConfigError, match=r"--rdzv-key, .*key, cannot be read: No such file"):
+        shared_key(str(file))
+    file.write_text("short")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"has 5 characters; a key has 16 to 4096"):
+        shared_key(str(file))
+    file.write_text("x" * 5000)
+    with pytest.raises(ConfigError, match="a key has 16 to 4096"):
+        shared_key(str(file))
+    file.write_bytes(b"\xff" * 32)
+    with pytest.raises(ConfigError, match="is not text"):
+        shared_key(str(file))
+    file.write_text("long enough for a key")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by every user of this machine: chmod 600"):
+        shared_key(str(file))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError, match="is not a file"):
+        shared_key(str(tmp_path / "pipe"))
+    monkeypatch.setenv("RUNG_RDZV_KEY", "short")
+    with pytest.raises(ConfigError, match="the environment variable RUNG_RDZV_KEY has 5 characters"):
+        shared_key()
+
+
+def test_where_no_key_can_be_made_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("RUNG_RDZV_KEY", raising=False)
+    with pytest.raises(EnvironmentProblem, match=r"--rdzv-key FILE, or the environment variable RUNG_RDZV_KEY"):
+        shared_key()
+
+
+# -- the rendezvous ----------------------------------------------------------------------------------------------------
+
+
+def test_no_pickle_of_a_stranger_is_read_where_launchers_meet(tmp_path: Path) -> None:
+    """torch's own backend unpickles what lies under its key; whoever reaches the port has then run code."""
+    meeting = meet_here()
+    stranger = join_store(LOOPBACK, meeting._base.port)
+    bomb = pickle.dumps(_Bomb(tmp_path / _MARK))
+    for name in ("torch.rendezvous.rung-0", "rendezvous/rung-0"):
+        stranger.set(name, base64.b64encode(bomb))
+    with pytest.raises(ForgedMessage):
+        meeting.handler._state_holder.sync()
+    stranger.set("rendezvous/rung-0", bomb)
+    with pytest.raises(ForgedMessage):
+        meeting.handler._state_holder.sync()
+    assert not (tmp_path / _MARK).exists()
+
+
+def test_a_launcher_with_another_key_is_told_so() -> None:
+    served = serve_store(LOOPBACK)
+    endpoint = f"{LOOPBACK}:{served.port}"
+    first = open_meeting(endpoint, "the first key of all", (1, 2), print)
+    with pytest.raises(ForgedMessage, match="Give all of them the same --rdzv-key FILE"):
+        open_meeting(endpoint, "quite another key", (1, 2), print)
+    first.leave()
+
+
+def _state() -> _RendezvousState:
+    state = _RendezvousState()
+    first, second = _NodeDesc("a", 1, 0), _NodeDesc("b", 2, 0)
+    state.round, state.complete, state.participants = 3, True, {first: 0, second: 1}
+    state.wait_list, state.redundancy_list = {_NodeDesc("c", 3, 1)}, {_NodeDesc("d", 4, 0)}
+    state.last_heartbeats = {node: datetime.now(UTC) for node in (first, second)}
+    state.deadline = datetime.now(UTC) + timedelta(seconds=1)
+    return state
+
+
+def test_the_state_survives_the_way_through_json() -> None:
+    writer, reader = StateCodec(1.0), StateCodec(1.0)
+    state = _state()
+    found = reader.decode(writer.encode(state).encode())
+    for name in ("round", "complete", "closed", "participants", "wait_list", "redundancy_list"):
+        assert getattr(found, name) == getattr(state, name)
+    assert found.last_heartbeats.keys() == state.last_heartbeats.keys()
+    assert found.deadline is not None
+
+
+def test_machines_whose_clocks_differ_do_not_take_each_other_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher is dead when its counter stands still, whatever its clock says."""
+    kept = SignedStore(serve_store(LOOPBACK), new_key())
+    slow, quick = (JsonRendezvousBackend(kept, "job", 1.0) for _ in range(2))
+    ahead = _RendezvousState()
+    node = _NodeDesc("ahead", 1, 0)
+    ahead.last_heartbeats = {node: datetime.now(UTC) + timedelta(hours=-5)}  # of a clock that is five hours behind
+    ahead.deadline = datetime.now(UTC) + timedelta(hours=-5, seconds=1)
+    answer = quick.set_state(pickle.dumps(ahead))
+    assert answer is not None and answer[2]
+    got = slow.get_state()
+    assert got is not None
+    seen = pickle.loads(got[0])
+    assert abs((datetime.now(UTC) - seen.last_heartbeats[node]).total_seconds()) < 1
+    assert -1 < (seen.deadline - datetime.now(UTC)).total_seconds() < 1.1
+    # It says nothing more: its age grows on the reader's monotonic clock.
+    started = time.monotonic()
+    monkeypatch.setattr("rung.launch.rendezvous_state.time.monotonic", lambda: started + 7)
+    got = slow.get_state()
+    assert got is not None
+    seen = pickle.loads(got[0])
+    assert 6 < (datetime.now(UTC) - seen.last_heartbeats[node]).total_seconds() < 9
+
+
+def test_only_who_gives_a_sign_of_life_changes_a_counter() -> None:
+    one, two = StateCodec(1.0), StateCodec(1.0)
+    text = one.encode(_state())
+    state = two.decode(text.encode())
+    again = json.loads(two.encode(state))
+    assert again == json.loads(text), "reading and writing back changes nothing"
+    state.last_heartbeats[_NodeDesc("b", 2, 0)] = datetime.now(UTC)
+    counters = {row[0]: row[3] for row in json.loads(two.encode(state))["heartbeats"]}
+    before = {row[0]: row[3] for row in json.loads(text)["heartbeats"]}
+    assert counters == {"a": before["a"], "b": before["b"] + 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "{}", '{"round": "1"}', '{"round": 1e400}', "[" * 5000, '{"round": true}'],
+)
+def test_a_state_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(RendezvousStateError, match="makes no sense"):
+        StateCodec(1.0).decode(text.encode())
+
+
+# -- what ranks send each other ----------------------------------------------------------------------------------------
+
+
+def _gathers_without_pickle() -> list[object]:
+    def refuse(*_: object) -> object:
+        raise AssertionError("an object of another rank was unpickled")
+
+    dist.distributed_c10d._tensor_to_object = refuse  # type: ignore[attr-defined]
+    from rung.strategy import parse
+    from rung.world import open_world
+
+    with open_world(parse("ddp", 2), device="cpu") as world:
+        return world.gather_objects({"rank": world.rank, "text": "ä" * (1 + 500 * world.rank), "nothing": None})
+
+
+def test_objects_of_ranks_travel_as_json() -> None:
+    rows = on_ranks(_gathers_without_pickle, 2)
+    assert rows[0] == rows[1] == [{"rank": n, "text": "ä" * (1 + 500 * n), "nothing": None} for n in (0, 1)]
+
+
+def test_groups_of_torch_refuse_an_address_that_a_stranger_wrote(store: SignedStore) -> None:
+    """They reach the store through a prefix, in C++."""
+    group = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
+    group.set("0", "127.0.0.1:1")
+    assert group.get("0") == b"127.0.0.1:1"
+    stranger = dist.PrefixStore("default_pg", join_store(LOOPBACK, store.port))  # type: ignore[attr-defined]
+    stranger.set("0", "127.0.0.1:2")
+    with pytest.raises(ForgedMessage):
+        group.get("0")
+
+
+# -- calls over RPC ----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_is_not_signed_is_not_unpickled(store: SignedStore, tmp_path: Path) -> None:
+    from rung.rpc import _SigningPickler
+
+    pickler = _SigningPickler(store)
+    content, tensors = pickler.serialize({"word": 1, "tensor": torch.ones(2)})
+    found = pickler.deserialize(content, tensors)
+    assert found["word"] == 1 and torch.equal(found["tensor"], torch.ones(2))
+    bomb = pickle.dumps(_Bomb(tmp_path / _MARK))
+    with pytest.raises(ForgedMessage):
+        pickler.deserialize(bomb, [])
+    with pytest.raises(ForgedMessage):
+        pickler.deserialize(bytes(32) + bomb, [])
+    assert not (tmp_path / _MARK).exists()
+
+
+# -- the attack itself -------------------------------------------------------------------------------------------------
+
+_TASK = """
+import time, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+defaults = {"batch_size": 4, "device": "cpu", "steps": 40}
+def model(): return nn.Linear(2, 2)
+def train_data(): return TensorDataset(torch.randn(400, 2), torch.randint(0, 2, (400,)))
+def loss(output, target):
+    time.sleep(0.1)
+    return nn.functional.cross_entropy(output, target)
+def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+# Without torch: what any program on the machine can send. The protocol is that of torch's TCPStore.
+_ATTACK = r"""
+import base64, pickle, socket, struct, sys, os
+class Bomb:
+    def __reduce__(self): return os.system, (f"touch {sys.argv[1]}",)
+bomb = pickle.dumps(Bomb())
+def text(value): return struct.pack("<Q", len(value)) + value
+for port in map(int, sys.argv[2:]):
+    try:
+        with socket.create_connection(("127.0.0.1", port), 1) as peer:
+            peer.sendall(bytes([0]) + struct.pack("<I", 0x3C85F7CE))  # VALIDATE
+            for name in ("/torch.rendezvous.rung-0", "/rendezvous/rung-0", "/rung/0/settings"):
+                for value in (bomb, base64.b64encode(bomb)):
+                    peer.sendall(bytes([1]) + text(name.encode()) + text(value))  # SET
+            print("wrote to", port)
+    except OSError as error:
+        print(port, error)
+"""
+
+
+def test_a_stranger_on_the_machine_runs_no_code_in_a_job(tmp_path: Path) -> None:
+    """`rung train --strategy ddp --nproc 2`, and a process without torch that writes into every store it finds."""
+    (tmp_path / "task.py").write_text(_TASK)
+    rung = [sys.executable, "-m", "rung", "train", "task.py", "--strategy", "ddp", "--nproc", "2", "--out", "run"]
+    job = subprocess.Popen(rung, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        mark = tmp_path / _MARK
+        ports = {str(listener.port) for listener in listeners(family_of(job.pid))}
+        attack = [sys.executable, "-c", _ATTACK, str(mark), *ports]
+        told = subprocess.run(attack, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert "wrote to" in told
+        job.wait(90)
+    finally:
+        job.kill()
+        job.wait()
+    assert not mark.exists(), "a stranger's code ran"
