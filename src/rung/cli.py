@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rung.config import FLAGS, SETTINGS
+from rung.disk import is_refused, reason
 from rung.environment import outside_place, told_settings
 from rung.errors import RESUME_EXIT_CODE, ConfigError, JobFailed, RungError
 from rung.flags import TRAINED, add_settings, assignments_of
@@ -118,6 +119,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RungError as error:
         _leave_word_to_main()
         sys.stderr.write(f"rung: {error}\n")
+        return 2
+    except OSError as error:
+        if not is_refused(error):
+            raise
+        _leave_word_to_main()
+        sys.stderr.write(f"rung: the system refuses it: {reason(error)}.\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
@@ -378,6 +385,8 @@ def _export(options: argparse.Namespace) -> int:
 def _new(options: argparse.Namespace) -> int:
     from rung.template import write_template
 
+    if not options.name:
+        raise ConfigError("the name of the directory to make is empty. Give it one: rung new NAME.")
     path = write_template(Path(options.name))
     print(f"wrote {path}\ntry: rung train {path} --nproc 2")
     return 0

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from rung.agreement import refuse_contradictions
 from rung.config import count_range, resolve
+from rung.disk import check_file, writing
 from rung.errors import ConfigError
 from rung.explain import Explanation, Slot, explain
 from rung.explain_svg import draw
@@ -65,8 +66,10 @@ def explain_command(
         raise ConfigError(
             f"--out {out}: the picture is an SVG, and the file's name must say so. Use {Path(out).with_suffix('.svg')}."
         )
-    if out is not None and not Path(out).resolve().parent.is_dir():
+    if out is not None and not Path(out).resolve().parent.exists():
         raise ConfigError(f"--out {out}: there is no directory {Path(out).parent}.")
+    if out is not None:
+        check_file(out, "--out")
     task = load_task(path)
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
     config = resolved.config
@@ -87,7 +90,8 @@ def explain_command(
             task, layout, config, tell=lambda text: shown.update(f"explaining {task.name} under {layout.name}: {text}")
         )
     if out is not None:
-        Path(out).write_text(draw(explanation), encoding="utf-8")
+        with writing(out, "--out"):
+            Path(out).write_text(draw(explanation), encoding="utf-8")
     if as_json:
         sys.stdout.write(json.dumps(explanation.as_json(), indent=2) + "\n")
         return 0

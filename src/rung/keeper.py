@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,9 @@ class Keeper:
         settings: Mapping[str, Any],
         start: Position,
         found: Checkpoint | None = None,
+        touch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`found` is the state that the run goes on from, of the position `start`."""
+        """`found` is the state the run goes on from, of the position `start`. `touch` is called as a save proceeds."""
         self._run_dir, self._sites, self._config, self._runtime = run_dir, sites, config, runtime
         self._goal = parse_best(config.keep_best)
         self._saver = Saver(
@@ -73,10 +74,12 @@ class Keeper:
             keep=config.keep,
             keep_every=config.keep_every,
             background=config.async_save,
+            touch=touch,
         )
         if found is not None and found.path.parent == checkpoints_folder(run_dir):
-            self._saver.last = start  # it lies there already
+            self._saver.starts_from(start)
         self._is_checked = False
+        self._end: Position | None = None
         self._replicator = None
         if config.replicate_state:
             self._replicator = Replicator(memory_folder(run_dir), runtime, sites, settings)
@@ -128,16 +131,31 @@ class Keeper:
         return self._saver.finished()
 
     def finish(self, position: Position) -> None:
-        """At the end of training."""
+        """At the end of training. A save that fails is told of like any other; see `refuse_lost_end`."""
+        self._end = position
+        self._saver.wait()  # whether the newest save failed is known to all ranks alike only then
         if self._has_checkpoints and self._saver.last != position:
             self._saver.save(position)
-        self._saver.wait()
+            self._saver.wait()
+
+    def refuse_lost_end(self) -> None:
+        """Where the last checkpoint is all that a run leaves behind: raise if it is not on the disk."""
+        if self._has_checkpoints and self._end is not None and not self._saver.has(self._end):
+            raise CheckpointError(f"{self._saver.error} {self.way_out}")
 
     def stop(self, position: Position) -> None:
         """Asked to leave: what was reached goes to the disk. Raises if that fails."""
         self._saver.wait()
         if self._saver.last != position:
-            self._saver.save(position, wait=True)
+            try:
+                self._saver.save(position, wait=True)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error} {self.way_out}") from None
+
+    @property
+    def way_out(self) -> str:
+        """What is still good after something could not be written, and what to do."""
+        return f"{self._saver.good_state} When that is put right, go on with --resume {self._run_dir}."
 
     @property
     def is_protected(self) -> bool:
@@ -151,7 +169,7 @@ class Keeper:
         return self._config.checkpoint_every is not None or self._goal is not None
 
     def rescue(self) -> bool:
-        return self._rescuer.rescue()
+        return self._saver.has(self._rescuer.position) or self._rescuer.rescue()
 
     def last_good(self) -> Path | None:
         """The newest finished checkpoint whose state is not known to be non-finite."""

@@ -10,8 +10,10 @@ import contextlib
 import json
 import logging
 import math
+import os
 import resource
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,12 +23,16 @@ from typing import Any, Protocol
 import torch
 
 from rung.checkpoint import SaveRecord
+from rung.disk import reason
 from rung.live import Live, write_live
 from rung.runtime.base import LocalStep
+from rung.sizes import human_size
 from rung.windows import Window
 from rung.world import World
 
 log = logging.getLogger("rung")
+
+_AGAIN_SECONDS = 10.0  # after TensorBoard's files could not be written
 
 
 @dataclass(frozen=True)
@@ -180,8 +186,10 @@ class JsonLines:
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         if resume:
             _end_line(path)
+        self._path = path
         self._file = path.open("ab" if resume else "wb", buffering=0)
         self._waiting = b""  # what a full disk did not take
+        self._is_told = False  # that it does not
         self._slow: set[tuple[int, str]] = set()
 
     def on_start(self, facts: dict[str, Any], step: int) -> None:
@@ -209,16 +217,28 @@ class JsonLines:
         self._put(row)
 
     def close(self) -> None:
+        self._put()
+        if self._waiting:
+            log.warning("metrics.jsonl lacks the last %s of its records.", human_size(len(self._waiting)))
         self._file.close()
 
     def _put(self, *rows: Mapping[str, Any]) -> None:
         self._waiting += "".join(json.dumps(_finite(row)) + "\n" for row in rows).encode()
         try:
+            if self._waiting and os.fstat(self._file.fileno()).st_nlink == 0:
+                # The system would take all lines, and nobody could read them.
+                again = self._path.open("ab", buffering=0)
+                self._file.close()
+                self._file = again
+                log.warning("%s was removed; it begins again at this step.", self._path)
             while self._waiting:
                 written = self._file.write(self._waiting) or 0
                 self._waiting = self._waiting[written:]
+            self._is_told = False
         except OSError as error:
-            log.warning("metrics.jsonl cannot be written: %s. It is tried again.", error.strerror)
+            if not self._is_told:
+                log.warning("metrics.jsonl cannot be written: %s. It is tried again.", reason(error))
+            self._is_told = True
 
 
 def committed(path: Path) -> list[dict[str, Any]]:
@@ -246,20 +266,29 @@ def _end_line(path: Path) -> None:
 
 
 class TensorBoard:
-    """The same figures as TensorBoard events."""
+    """The same figures as TensorBoard events.
+
+    Its writer puts them on the disk in a thread, whose error comes up in whatever is asked of it next, and it is of no
+    use after that. No error of it ends a run: it is told of once, and a new writer goes on when the disk takes it.
+    """
 
     def __init__(self, folder: Path, start_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        purge = start_step + 1 if start_step else None
+        make: Any = SummaryWriter
+        self._open: Callable[[], Any] = lambda: make(str(folder), flush_secs=10, purge_step=purge)
+        _silence_writer_threads()
         self._slow: set[tuple[int, str]] = set()
-        self._writer: Any = SummaryWriter(str(folder), flush_secs=10, purge_step=start_step + 1 if start_step else None)
+        self._writer: Any = None
+        self._open_at = 0.0  # when to try it (again)
 
     def on_checkpoint(self, record: SaveRecord) -> None:
         told = {"stall_seconds": record.stall_seconds, "write_seconds": record.write_seconds}
         self._scalars({f"checkpoint/{name}": value for name, value in told.items()}, record.step)
 
     def on_start(self, facts: dict[str, Any], step: int) -> None:
-        self._writer.add_text("run", ", ".join(f"{key}: {value}" for key, value in facts.items()))
+        self._write(lambda writer: writer.add_text("run", ", ".join(f"{key}: {value}" for key, value in facts.items())))
 
     def on_end(self, facts: dict[str, Any]) -> None: ...
 
@@ -274,16 +303,48 @@ class TensorBoard:
     def on_ranks(self, live: Live) -> None:
         self._scalars(rank_figures(live), live.step)
         before, self._slow = self._slow, {(slow.rank, slow.phase) for slow in live.slow}
-        for slow in live.slow:
-            if (slow.rank, slow.phase) not in before:
-                self._writer.add_text("slow ranks", slow.text, live.step)
+        told = [slow.text for slow in live.slow if (slow.rank, slow.phase) not in before]
+        if told:
+            self._write(lambda writer: [writer.add_text("slow ranks", text, live.step) for text in told])
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._write(lambda writer: writer.close())
 
     def _scalars(self, figures: Mapping[str, float], step: int) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+        def put(writer: Any) -> None:
+            for name, value in figures.items():
+                writer.add_scalar(name, value, step)
+
+        self._write(put)
+
+    def _write(self, act: Callable[[Any], object]) -> None:
+        if self._writer is None and time.monotonic() < self._open_at:
+            return
+        try:
+            if self._writer is None:
+                self._writer = self._open()
+            act(self._writer)
+        except Exception as error:
+            is_first, self._open_at = self._open_at == 0.0, time.monotonic() + _AGAIN_SECONDS
+            broken, self._writer = self._writer, None
+            with contextlib.suppress(Exception):  # it would flush again, and fail again
+                if broken is not None:
+                    broken.close()
+            if is_first:
+                why = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                log.warning("TensorBoard's files cannot be written: %s. metrics.jsonl has all figures.", why)
+
+
+def _silence_writer_threads() -> None:
+    """A thread of TensorBoard's that fails hands its error over, and prints its traceback besides."""
+    usual = threading.excepthook
+
+    def show(failure: threading.ExceptHookArgs) -> None:
+        if type(failure.thread).__name__ != "_AsyncWriterThread":
+            usual(failure)
+
+    threading.excepthook = show
 
 
 class LiveFile:

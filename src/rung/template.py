@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rung.disk import writing
 from rung.errors import TaskError
 
 TEMPLATE = '''"""A task for Rung: plain PyTorch, found by the names of its functions.
@@ -75,8 +76,9 @@ def metrics(output, target):
 
 def write_template(folder: Path) -> Path:
     path = folder if folder.suffix == ".py" else folder / "task.py"
-    if path.exists():
-        raise TaskError(f"{path} exists already; choose another name.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(TEMPLATE.format(path=path))
+    if folder.is_file() or path.exists():
+        raise TaskError(f"{folder if folder.is_file() else path} exists already; choose another name.")
+    with writing(path, "the task"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(TEMPLATE.format(path=path))
     return path

@@ -117,7 +117,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
                 "arguments": dict(job.arguments),
                 "num_samples": batches.num_samples,
             }
-            keeper = Keeper(folder, runtime, sites, config, settings, start, checkpoint)
+            keeper = Keeper(folder, runtime, sites, config, settings, start, checkpoint, status.touch)
             if world.is_main:
                 observers = [
                     JsonLines(folder / "metrics.jsonl", resume=job.resume),
@@ -136,12 +136,21 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
             "device": world.device.type,
             "parameters": runtime.facts.num_trainable + runtime.facts.num_frozen,
             "buffers": runtime.facts.buffer_names,
+            "length": {"steps": config.steps, "epochs": config.epochs},
         }
 
-        def save_whole_weights(step: int) -> None:
-            if folder is not None and config.save_weights:
-                status.phase("saving")
+        def leave_result(step: int) -> None:
+            """A run that ends well has left something behind: whole weights, or else the last checkpoint."""
+            if folder is None or keeper is None:
+                return
+            if not config.save_weights:
+                keeper.refuse_lost_end()
+                return
+            status.phase("saving")
+            try:
                 save_weights(runtime, folder / "model.safetensors", step=step)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error} {keeper.way_out}") from None
 
         runtime.begin(start.step, batches)
         try:
@@ -156,7 +165,7 @@ def worker(job: Job, status: StatusWriter | None = None) -> Summary:
                 status=status,
                 keeper=keeper,
                 start=start,
-                at_end=save_whole_weights,
+                at_end=leave_result,
                 profiler=profiler,
             )
         except Exception as error:

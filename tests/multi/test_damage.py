@@ -19,7 +19,7 @@ from rung.runtime import build_runtime
 from rung.strategy import parse
 from rung.world import environment_size, open_world
 from tests.checkpoints import legs
-from tests.harness import on_ranks
+from tests.harness import RankFailed, on_ranks
 from tests.made_checkpoints import evil_bytes, replace_file
 from tests.multi.test_commands import TASK
 from tests.tasks import adamw_task
@@ -101,13 +101,14 @@ def test_nothing_is_unpickled_on_the_way(run_dir: Path) -> None:
     assert unpickled == []
 
 
-def test_nothing_whole_is_a_new_start(run_dir: Path, tmp_path: Path) -> None:
+def test_nothing_whole_is_refused_and_nothing_at_all_is_a_new_start(run_dir: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     for path in (copy / "checkpoints").glob("*/rank-00001.safetensors"):
         path.write_bytes(b"")
-    results = on_ranks(take_up, 2, "ddp", str(copy))
-    assert [step for step, _, _ in results] == [None, None]
-    assert len(results[0][1]) == 2
+    with pytest.raises(RankFailed, match=r"CheckpointError: all 2 checkpoints are damaged: .*step-00000004.*0002"):
+        on_ranks(take_up, 2, "ddp", str(copy))
+    shutil.rmtree(copy / "checkpoints")
+    assert [step for step, _, _ in on_ranks(take_up, 2, "ddp", str(copy))] == [None, None]
 
 
 def test_a_run_resumes_from_the_older_one(tmp_path: Path) -> None:

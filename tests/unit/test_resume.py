@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from rung.config import resolve, write_toml
+from rung.config import RunConfig, resolve, write_toml
 from rung.errors import ConfigError, StrategyError
 from rung.launch.command import Plan, _go_to_meeting, prepare
 from rung.launch.resume import (
@@ -158,17 +159,18 @@ def test_a_new_length_replaces_the_old_one_and_is_told(task: Task) -> None:
 
 
 def test_a_run_is_finished_when_its_metrics_say_so(task: Task) -> None:
-    run = write_run(task, "runs/a")
-    assert not is_finished(run)
-    rows = [{"event": "start"}, {"event": "step", "step": 1}]
+    run, config = write_run(task, "runs/a"), RunConfig(batch_size=8, epochs=1)
+    assert not is_finished(run, config)
+    rows = [{"event": "start", "length": {"steps": None, "epochs": 1}}, {"event": "step", "step": 1}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert not is_finished(run)
+    assert not is_finished(run, config)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "end", "steps": 1}) + "\n")
-    assert is_finished(run)
+    assert is_finished(run, config)
+    assert not is_finished(run, replace(config, epochs=2))  # to which it was extended, and no rank came to start
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "resume", "step": 1}) + "\n" + '{"event": "end", "st')
-    assert not is_finished(run)
+    assert not is_finished(run, config)
 
 
 def test_old_settings_are_kept(task: Task) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rung.disk import check_folder, writing
 from rung.environment import Place
 from rung.errors import ConfigError, EnvironmentProblem, nearest
 from rung.launch.server import warm_up
@@ -55,6 +56,7 @@ class Asked:
 
 def collectives_command(asked: Asked) -> int:
     """Returns the exit code: 1 if a result was wrong or a call failed."""
+    folder = check_folder(asked.out if asked.out is not None else BENCH_FOLDER, "--out")
     with leaving_at_once():
         sizes, dtypes, ops = parse_sizes(asked.sizes), _parse_dtypes(asked.dtypes), _parse_ops(asked.ops)
         machines = find_machines(asked.nproc, asked.nnodes, asked.rdzv)
@@ -80,16 +82,17 @@ def collectives_command(asked: Asked) -> int:
         sweep = _run_with_others(plan, nproc, asked) if asked.nnodes > 1 else _run_here(plan, nproc)
     if sweep is None:
         return 0
-    _finish(sweep, asked)
+    with writing(folder, "--out"):
+        _finish(sweep, asked, folder)
     return int(any(record.state in ("wrong", "failed") for record in sweep.records))
 
 
-def _finish(sweep: Sweep, asked: Asked) -> None:
+def _finish(sweep: Sweep, asked: Asked, folder: Path) -> None:
     from rung.bench.chart import draw
     from rung.bench.view import show
 
     sweep.environment.update(command=shlex.join(["rung", *sys.argv[1:]]), date=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    path = write_sweep(sweep, Path(asked.out) if asked.out else BENCH_FOLDER)
+    path = write_sweep(sweep, folder)
     chart = path.with_suffix(".svg")
     chart.write_text(draw(sweep), encoding="utf-8")
     if asked.as_json:

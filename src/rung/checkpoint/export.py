@@ -19,6 +19,7 @@ from rung.checkpoint.files import Entry, TensorFile, partial_file, wide_first, w
 from rung.checkpoint.manifest import MANIFEST, Checkpoint, steps_in, write_whole
 from rung.checkpoint.plan import OpenFiles, dtype_of, read_whole
 from rung.checkpoint.survey import Found, Place, best_whole, look, survey
+from rung.disk import free_bytes, is_full, room
 from rung.errors import CheckpointError, ConfigError
 
 PICKLED = (".pt", ".pth")
@@ -169,16 +170,18 @@ def export(source: Source, output: Path, *, shard_bytes: int | None = None, forc
                 else:
                     entries = wide_first(shard)
                     write_tensors(partial, entries, (source.read(entry.key) for entry in entries))
+        if len(shards) > 1:
+            places = {entry.key: path.name for path, shard in zip(files, shards, strict=True) for entry in shard}
+            content = {"metadata": {"total_size": source.num_bytes}, "weight_map": places}
+            write_whole(index, (json.dumps(content, indent=2) + "\n").encode())
+            files.append(index)
+        for path in replaced.difference(files):
+            path.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
         told = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        if is_full(error):
+            told = f"{told}; {room(source.num_bytes, free_bytes(output))}"
         raise CheckpointError(f"{output} could not be written: {told}.") from error
-    if len(shards) > 1:
-        places = {entry.key: path.name for path, shard in zip(files, shards, strict=True) for entry in shard}
-        content = {"metadata": {"total_size": source.num_bytes}, "weight_map": places}
-        write_whole(index, (json.dumps(content, indent=2) + "\n").encode())
-        files.append(index)
-    for path in replaced.difference(files):
-        path.unlink(missing_ok=True)
     return files
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ _NAMES = {
 _OWN_NAMES = {torch.complex128: "C128"}
 DTYPES = {name: dtype for dtype, name in {**_NAMES, **_OWN_NAMES}.items()}
 _MAX_HEADER = 100 * 2**20
+_SYNC_BYTES = 2**30
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -64,19 +65,35 @@ class Entry:
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], values: Iterable[Tensor], metadata: dict[str, str] | None = None
+    path: Path,
+    entries: Sequence[Entry],
+    values: Iterable[Tensor],
+    metadata: dict[str, str] | None = None,
+    touch: Callable[[], None] = lambda: None,
 ) -> tuple[int, str]:
-    """Write host tensors in the order of `entries`, each asked for when its turn comes. The size and the digest."""
+    """Write host tensors in the order of `entries`, each asked for when its turn comes. The size and the digest.
+
+    `touch` is called whenever the disk has taken some more.
+    """
     text, num_bytes = header_of(entries, metadata)
     digest = hashlib.sha256()
+    waiting = 0  # bytes that the system has and the disk may not
     with path.open("wb", buffering=0) as file:
 
         def put(content: memoryview | bytes) -> None:
+            nonlocal waiting
             view = memoryview(content)
             while len(view):
                 written = file.write(view[: 2**26]) or 0
                 digest.update(view[:written])
                 view = view[written:]
+                waiting += written
+                if waiting >= _SYNC_BYTES:
+                    # Memory takes a file of any size at once, and the disk all of it in one sync at the end, during
+                    # which nobody could tell a slow disk from one that does not answer.
+                    os.fsync(file.fileno())
+                    waiting = 0
+                touch()
 
         put(text)
         for entry, value in zip(entries, values, strict=True):

@@ -35,18 +35,27 @@ from rung.world import World
 
 log = logging.getLogger("rung")
 
+_MAX_PROBLEMS = 5
+
 
 def choose(folders: Mapping[str, Path], world: World, sites: Sites) -> Checkpoint | None:
     """The newest state that is whole, complete at this rank's site. All ranks call it together and get the same.
 
     Each rank checks some of the files. What is wrong with newer states is said by the main rank. Where sites have
-    different files, they are passed on. A state whose step had a loss of nan is taken only if there is no other.
+    different files, they are passed on. A state whose step had a loss of nan is taken only if there is no other. None
+    where there is no state at all; one that was saved and is damaged is no reason to begin again, and raises
+    CheckpointError unless another one is whole.
     """
     own = [(step, kind) for kind, folder in folders.items() for step in steps_in(folder)] if sites.is_leader else []
     candidates = sorted({(step, kind) for told in world.gather_objects(own) for step, kind in told}, reverse=True)
     lost: list[tuple[int, str]] = []
-    found = _choose(candidates, folders, world, sites, lost)
-    return found if found is not None or not lost else _choose(lost, folders, world, sites)
+    problems: list[str] = []
+    found = _choose(candidates, folders, world, sites, problems, lost)
+    if found is None and lost:
+        found = _choose(lost, folders, world, sites, problems)
+    if found is None and problems:
+        raise CheckpointError(_nothing_whole(problems, folders))
+    return found
 
 
 def _choose(
@@ -54,9 +63,11 @@ def _choose(
     folders: Mapping[str, Path],
     world: World,
     sites: Sites,
+    problems: list[str],
     lost: list[tuple[int, str]] | None = None,
 ) -> Checkpoint | None:
-    """The first whole one. Those of non-finite states are added to `lost`, where that is given."""
+    """The first whole one. What is wrong with others is added to `problems`; those of non-finite states to `lost`,
+    where that is given."""
     for step, kind in candidates:
         folder = folder_of(folders[kind], step)
         content, problem = _content(folder, world, sites)
@@ -66,15 +77,16 @@ def _choose(
                 log.warning("%s is left out: the loss or the gradient norm of its step was not finite.", folder)
             continue
         if content is None:
-            if problem is not None and kind == "checkpoints" and world.is_main:
-                log.warning("%s An older checkpoint is used instead, if there is one.", problem)
+            if problem is not None and kind == "checkpoints":  # others, ranks that were killed may not have finished
+                problems.append(problem)
             continue
         copies = _whole_copies(Checkpoint(folder, content), world, sites)
         if any(not copy.at for copy in copies):
-            if world.is_main:
-                told = next(copy.problem for copy in copies if not copy.at)
-                log.warning("%s An older checkpoint is used instead, if there is one.", told)
+            problems.append(next(str(copy.problem) for copy in copies if not copy.at))
             continue
+        if world.is_main:
+            for text in problems:
+                log.warning("%s The state of step %d is used instead.", text, step)
         for copy in copies:
             receivers = set(sites.leaders) - copy.at
             if receivers:
@@ -85,6 +97,18 @@ def _choose(
         world.barrier()
         return read_checkpoint(folder)
     return None
+
+
+def _nothing_whole(problems: list[str], folders: Mapping[str, Path]) -> str:
+    shown = [
+        *problems[:_MAX_PROBLEMS],
+        *([f"And {len(problems) - _MAX_PROBLEMS} more."] * (len(problems) > _MAX_PROBLEMS)),
+    ]
+    told = "the only checkpoint is" if len(problems) == 1 else f"all {len(problems)} checkpoints are"
+    return (
+        f"{told} damaged: {' '.join(shown)} There is nothing to go on from. Put the files right, or move "
+        f"{folders['checkpoints']} away to begin again at the first step."
+    )
 
 
 def _content(folder: Path, world: World, sites: Sites) -> tuple[dict[str, Any] | None, str | None]:

@@ -144,7 +144,7 @@ class Rescuer:
     ) -> None:
         """`is_kept`: the state at `position`, where the run begins, lies on the disk already."""
         self._folder, self._runtime, self._settings = folder, runtime, settings
-        self._position, self._is_kept = position, is_kept
+        self.position, self._is_kept = position, is_kept
         self._on_gpu = runtime.world.device.type == "cuda"
         self._places = [
             (module._buffers, key)
@@ -173,15 +173,15 @@ class Rescuer:
         self._updates = self._runtime.num_updates
 
     def after_step(self, position: Position) -> None:
-        if position != self._position:
+        if position != self.position:
             self._is_kept = False
-        self._position, self._updates = position, None
+        self.position, self._updates = position, None
 
     @torch.no_grad()
     def rescue(self) -> bool:
         """Write what this rank has; False if that is no whole state. It is on its own: nobody is waited for."""
         runtime, world = self._runtime, self._runtime.world
-        if self._position.step == 0 or self._is_kept:
+        if self.position.step == 0 or self._is_kept:
             return self._is_kept  # a new start gives the same; or it is where the run began, and nothing was added
         if self._updates is not None:
             if runtime.is_updating or runtime.num_updates != self._updates or not self._put_buffers_back():
@@ -193,11 +193,15 @@ class Rescuer:
         tensors = common_tensors(runtime, alone=True)
         plan = SharePlan(tensors, world, alone=True)
         values = [value.cpu() for value in plan.values(tensors)]
-        share = make_share(runtime, self._position, plan, values, self._settings)
+        share = make_share(runtime, self.position, plan, values, self._settings)
         folder = folder_of(self._folder, share.step)
         folder.mkdir(parents=True, exist_ok=True)
         needs_all = has_own_state(runtime) or not self._first.hold() or self._cuda_has_moved()
-        write_note(folder, share, share.write(folder), needs_all=needs_all)
+        try:
+            write_note(folder, share, share.write(folder), needs_all=needs_all)
+        except OSError:
+            (folder / share.file).unlink(missing_ok=True)  # half of it is of no use, and the disk may be full
+            raise
         return True
 
     def _put_buffers_back(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,16 @@ class Share:
     def file(self) -> str:
         return f"rank-{self.rank:05d}.safetensors"
 
-    def write(self, folder: Path) -> dict[str, Any]:
-        """The rank's file. What the manifest must know of it."""
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors; the header of the file comes on top."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def write(self, folder: Path, touch: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """The rank's file. What the manifest must know of it. `touch` is called as it grows."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        size, digest = write_tensors(folder / self.file, self.entries, self.values)
+        size, digest = write_tensors(folder / self.file, self.entries, self.values, touch=touch)
         return {
             "rank": self.rank,
             "files": {self.file: {"bytes": size, "sha256": digest}},

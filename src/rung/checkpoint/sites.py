@@ -10,12 +10,13 @@ import contextlib
 import datetime
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rung.world import World, gather_json
 
@@ -84,18 +85,31 @@ def gather_in(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
 
 
 def mirror(sites: Sites, group: dist.ProcessGroup | None, folder: Path, names: Iterable[str]) -> None:
-    """This rank's files to its neighbour at the next site, and others' files from them. All ranks call it."""
+    """This rank's files to its neighbour at the next site, and others' files from them. All ranks call it.
+
+    A rank whose disk fails still takes part to the end, and raises then: the others would wait for it.
+    """
     if sites.is_shared or group is None:
         return
-    own = [(name, (folder / name).stat().st_size) for name in names]
+    problem: OSError | None = None
+    own: list[tuple[str, int]] = []
+    try:
+        own = [(name, (folder / name).stat().st_size) for name in names]
+    except OSError as error:
+        problem = error
     told = gather_in(group, own)
     for source, files in enumerate(told):
         target = sites.neighbour_of(source)
         for name, count in files:
-            if sites.world.rank == source:
-                _send(folder / name, count, target, group)
-            elif sites.world.rank == target:
-                _receive(folder / name, count, source, group)
+            try:
+                if sites.world.rank == source:
+                    _send(folder / name, count, target, group)
+                elif sites.world.rank == target:
+                    _receive(folder / name, count, source, group)
+            except OSError as error:
+                problem = problem or error
+    if problem is not None:
+        raise problem
 
 
 def pass_on(sites: Sites, path: Path, num_bytes: int, source: int, receivers: set[int]) -> None:
@@ -122,18 +136,57 @@ def pass_on(sites: Sites, path: Path, num_bytes: int, source: int, receivers: se
 
 
 def _send(path: Path, num_bytes: int, target: int, group: dist.ProcessGroup) -> None:
-    with path.open("rb") as file:
+    """All blocks of a file, also where it cannot be read to its end: of as many bytes as were announced."""
+    with _Blocks(path, "rb") as file:
         for start in range(0, num_bytes, _BLOCK):
-            block = torch.frombuffer(bytearray(file.read(min(_BLOCK, num_bytes - start))), dtype=torch.uint8)
+            block = torch.zeros(min(_BLOCK, num_bytes - start), dtype=torch.uint8)
+            file.read_into(block)
             dist.send(block, group=group, group_dst=target)
 
 
 def _receive(path: Path, num_bytes: int, source: int, group: dist.ProcessGroup) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """All blocks of a file, also where they cannot be written."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with _Blocks(partial, "wb") as file:
         for start in range(0, num_bytes, _BLOCK):
             block = torch.empty(min(_BLOCK, num_bytes - start), dtype=torch.uint8)
             dist.recv(block, group=group, group_src=source)
-            file.write(block.numpy().data)
+            file.write(block)
     partial.rename(path)
+
+
+class _Blocks:
+    """A file whose first error is raised at the end of the block: until then, what is asked of it does nothing."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        self._path, self._mode = path, mode
+        self._file: Any = None
+        self._problem: OSError | None = None
+
+    def __enter__(self) -> _Blocks:
+        self._try(self._open)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._file is not None:
+            self._try(self._file.close)
+        if error is None and self._problem is not None:
+            raise self._problem
+
+    def read_into(self, block: Tensor) -> None:
+        self._try(lambda: self._file.readinto(block.numpy().data))
+
+    def write(self, block: Tensor) -> None:
+        self._try(lambda: self._file.write(block.numpy().data))
+
+    def _open(self) -> None:
+        self._file = self._path.open(self._mode)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self._problem is None:
+            try:
+                action()
+            except OSError as error:
+                self._problem = error

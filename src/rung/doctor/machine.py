@@ -28,7 +28,7 @@ from rung.errors import RungError
 from rung.launch.precision import SLOW, half_precision_ratio
 from rung.machine import core_limit, free_host_bytes
 from rung.network import address_among_others, answers, interface_of, split_endpoint
-from rung.processes import num_cores, silenced
+from rung.processes import needed_files, num_cores, silenced
 from rung.sizes import human_bytes, human_seconds
 from rung.version import VERSION
 
@@ -222,10 +222,11 @@ def shared_memory(nproc: int, path: str = "/dev/shm", room: tuple[int, int] | No
 
 def open_files(nproc: int, nnodes: int, limit: int | None = None) -> Finding:
     """A rank has a connection to every other, and its loaders have theirs."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    # The hard one: each job raises its soft limit to that.
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
     if soft == resource.RLIM_INFINITY:
         return ok("open files", "no limit")
-    needed = 128 + 4 * nproc * nnodes
+    needed = needed_files(nproc * nnodes)
     if soft < needed:
         return failed("open files", f"limit {soft}, and {needed} are needed", f"ulimit -n {max(65536, needed)}")
     if soft < 1024:

@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 from rung.checkpoint.places import state_folders
 from rung.checkpoint.survey import Place, newest_whole, survey
+from rung.disk import reason
 from rung.launch.console import JobConsole
 from rung.launch.elastic import Restarts, Terms
 from rung.launch.meeting import LauncherLost, Meeting
@@ -120,7 +121,7 @@ class RankAgent(LocalElasticAgent):
         if outcome.is_final or not self._restarts.after_failure(outcome.step):
             self._meeting.close("failed", outcome.headline)
             return False
-        self._reason = f"{outcome.headline} (report: {self._keep_report(outcome)})"
+        self._reason = f"{outcome.headline} ({self._keep_report(outcome)})"
         least, most = self._terms.processes
         if least < most and outcome.culprits < self._num_local:  # else it was not the fault of their places
             self._num_local = max(least, self._num_local - outcome.culprits)
@@ -136,13 +137,18 @@ class RankAgent(LocalElasticAgent):
             time.sleep(0.05)
         return "a rank was asked to stop"
 
-    def _keep_report(self, outcome: Outcome) -> Path:
+    def _keep_report(self, outcome: Outcome) -> str:
+        """Where the report of a failure is, after which the job goes on."""
         folder = self._folder / "failures"
-        folder.mkdir(exist_ok=True)
-        numbers = [int(path.stem) for path in folder.glob("*.txt") if path.stem.isdigit()]
-        path = folder / f"{max(numbers, default=0) + 1:03d}.txt"
-        path.write_text(f"{outcome.report}\n")
-        return path
+        try:
+            folder.mkdir(exist_ok=True)
+            numbers = [int(path.stem) for path in folder.glob("*.txt") if path.stem.isdigit()]
+            path = folder / f"{max(numbers, default=0) + 1:03d}.txt"
+            path.write_text(f"{outcome.report}\n")
+        except OSError as error:
+            self._view.say(outcome.report)
+            return f"its report is above and not in {folder}: {reason(error)}"
+        return f"report: {path}"
 
     # -- forming a world ---------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from rung.agreement import refuse_best_without_evaluation, refuse_contradictions
 from rung.config import Resolved, RunConfig, count_range, read_toml, resolve
+from rung.disk import check_folder, writing
 from rung.environment import Place
 from rung.errors import RESUME_EXIT_CODE, ConfigError, StrategyError
 from rung.job_key import shared_key
@@ -188,7 +189,7 @@ def train(
         run = None
         if resume_if_there:
             run = old_run.run_if_there(load_task(path), resume, flags.get("out"))
-        elif resume:
+        elif resume is not None:
             run = old_run.find_run(load_task(path), resume, flags.get("out"))
         plan = prepare(
             path,
@@ -203,6 +204,8 @@ def train(
             _say(console, plan.told)
         if run is not None and _says_that_all_is_done(plan, run, console):
             return 0
+        # Said before machines wait for each other; `writing` says what comes up later.
+        check_folder(plan.config.out if plan.config.out is not None else run or "runs", "--out")
         from rung.launch.precision import half_precision_warning
 
         warning = half_precision_warning(plan.config)
@@ -314,7 +317,7 @@ def _says_that_all_is_done(plan: Plan, run: Path, console: Console) -> bool:
     """Whether there is nothing left to do; what is new about an old run is said here, too."""
     base = old_run.settings_of(run, set())
     longer = old_run.new_length(base, plan.config)
-    if longer is None and old_run.is_finished(run):
+    if longer is None and old_run.is_finished(run, plan.config):
         console.print(f"{run} is finished: there is nothing to go on with", highlight=False, soft_wrap=True)
         return True
     for line in (longer, old_run.machines_left_out(run, plan.config)):
@@ -344,7 +347,8 @@ def _go_to_meeting(
             out = meeting.agree("folder", new_run_name(plan.task.name, plan.layout.name))
         if may_begin and meeting.agree("begins", str(is_new)) == str(True):
             is_new = True  # what this machine found in the shared directory was just written by another
-    folder = new_run_dir(plan.task.name, plan.layout.name, out)
+    with writing(out or "runs", "--out"):
+        folder = new_run_dir(plan.task.name, plan.layout.name, out)
     _take_folder(plan, folder, lambda own: meeting.agree("run", own) if meeting is not None else own, is_new=is_new)
     return meeting, folder, is_new
 
@@ -354,9 +358,10 @@ def _take_folder(plan: Plan, folder: Path, agree: Callable[[str], str], *, is_ne
     other = running_launcher(folder / ".state")
     if other is not None:
         raise ConfigError(f"{folder} is being run already, by process {other}. Stop it first, or wait for its end.")
-    old_run.claim(folder, agree, is_new=is_new)
     heading = f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}"
-    old_run.write_settings(plan.resolved, folder, heading)
+    with writing(folder, "--out"):
+        old_run.claim(folder, agree, is_new=is_new)
+        old_run.write_settings(plan.resolved, folder, heading)
 
 
 def _compare_settings(plan: Plan, path: str | Path, agree: Callable[[str], str], who: str, others: str) -> None:

@@ -5,6 +5,7 @@ Shows rank 0's lines, a progress bar from the metrics, and warnings of other ran
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rung.disk import trouble_with
 from rung.status import StatusBoard
 
 WARNING_MARK = "WARNING: "
@@ -29,6 +31,7 @@ FAILURE_MARK = "FAILURE: "  # what follows in a rank's log is the traceback of i
 CRASH_MARKS = ("Fatal Python error", "terminate called after throwing")  # how the words of a crash in C++ begin
 _WARNING_CHARACTERS = 400
 _POLL_SECONDS = 0.05
+_DISK_SECONDS = 2.0  # between looks at the disk of the run
 _PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
 # torch's own C++ log lines, and its profiler's, stay in the file.
 _CPP_LOG = re.compile(r"^\[[IW]\d{4} |^\[rank\d+\]:\[[IW]\d{4} |^[A-Z]+:\d{4}-\d\d-\d\d [\d: ]+ \w+\.cpp:")
@@ -50,7 +53,7 @@ class _Tail:
                     self._offset, self._rest = size, b""
                 file.seek(self._offset)
                 content = file.read()
-        except FileNotFoundError:
+        except OSError:
             return []
         self._offset += len(content)
         *whole, self._rest = (self._rest + content).split(b"\n")
@@ -81,7 +84,7 @@ class JobConsole:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rung-console", daemon=True)
         self._progress: Progress | None = None
-        self._last_plain = time.monotonic()
+        self._last_plain = self._looked_at = time.monotonic()
         self._last_plain_step = 0
         self._first: tuple[float, int] | None = None  # when the first step of this attempt was told, and which
         self._recent: deque[tuple[float, float]] = deque(maxlen=20)
@@ -126,6 +129,8 @@ class JobConsole:
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
             self._poll()
+            if time.monotonic() > self._looked_at + _DISK_SECONDS:
+                self._look_at_disk()
 
     def _poll(self, is_last: bool = False) -> None:
         try:
@@ -133,11 +138,20 @@ class JobConsole:
                 for line in tail.rest() if is_last else tail.lines():
                     self._show_line(rank, line)
             for line in self._metrics.lines():
-                self._take(json.loads(line))
+                with contextlib.suppress(ValueError, KeyError):  # half a line, where a full disk took no more
+                    self._take(json.loads(line))
             if not is_last:
                 self._draw()
         except BrokenPipeError:
             self._quiet = True  # whoever read this went away; that is no reason to stop training
+
+    def _look_at_disk(self) -> None:
+        """Ranks tell of a disk that takes nothing in their logs, which may be on that disk."""
+        self._looked_at = time.monotonic()
+        trouble = trouble_with(self._folder.parent)
+        if trouble and trouble not in self._told:
+            self._told.add(trouble)
+            self.say(f"warning: {trouble}: logs, metrics and checkpoints of this run may be lost")
 
     def _show_line(self, rank: int, line: str) -> None:
         if line.startswith((FAILURE_MARK, *CRASH_MARKS)):

@@ -117,8 +117,10 @@ def running_launcher(state: Path) -> int | None:
 
 
 def retire(state: Path) -> None:
-    for name in (_SCALE, _LAUNCHER):
-        (state / name).unlink(missing_ok=True)
+    """Best effort: the directory may be gone or read-only by now, and why the job ended matters more."""
+    with contextlib.suppress(OSError):
+        for path in [state / _SCALE, state / _LAUNCHER, *state.glob(".room-*")]:
+            path.unlink(missing_ok=True)
 
 
 def wanted_processes(state: Path) -> int | None:

@@ -6,6 +6,7 @@ report names the rank that failed first, not one of those that then lost their c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
+from rung.disk import trouble_with
 from rung.errors import RungError
 from rung.launch.crash import LastWords, read_last_words
 from rung.launch.places import package_folder, place_of_error
@@ -40,6 +42,7 @@ _MAX_MESSAGE_LINES = 12
 _MAX_LINE = 400
 _MAX_FRAMES = 8
 _MAX_CAUSES = 3
+_RESERVED_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,21 @@ class FailureRecord:
     place: str = ""  # where it waited for others, if it did
     memory: list[str] = field(default_factory=list)  # what filled it, where it ran out
     smaller: int | None = None  # the micro-batch to try then
+
+
+def reserve_room(folder: Path, rank: int) -> None:
+    """Room for the last words of a rank, while there is some: a disk that is full is what it may have to tell of."""
+    with contextlib.suppress(OSError):
+        _reserve(folder, rank).write_bytes(b"\0" * _RESERVED_BYTES)
+
+
+def release_room(folder: Path, rank: int) -> None:
+    with contextlib.suppress(OSError):
+        _reserve(folder, rank).unlink()
+
+
+def _reserve(folder: Path, rank: int) -> Path:
+    return folder / f".room-{rank}"
 
 
 def record_failure(folder: Path, rank: int, board: StatusBoard, error: BaseException) -> None:
@@ -83,6 +101,8 @@ def record_failure(folder: Path, rank: int, board: StatusBoard, error: BaseExcep
         memory=getattr(error, "rung_memory", []),
         smaller=getattr(error, "rung_smaller", None),
     )
+    release_room(folder, rank)
+    folder.mkdir(parents=True, exist_ok=True)  # the run's directory may have been removed under it
     partial = folder / f".rank-{rank}.json"
     partial.write_text(json.dumps(asdict(record)))
     partial.rename(folder / f"rank-{rank}.json")
@@ -120,7 +140,7 @@ def report(
         if rank not in elsewhere
     }
     words = silent.get(first, LastWords())
-    lines = [_headline(first, own, statuses[first], exit_codes.get(first), words)]
+    lines = [_headline(first, own, statuses[first], exit_codes.get(first), words, trouble_with(logs.parent))]
     if own is not None:
         details = [*own.traceback.rstrip().splitlines(), *own.memory]
     else:
@@ -262,7 +282,7 @@ def _cause_of(captured: traceback.TracebackException) -> traceback.TracebackExce
 
 
 def _headline(
-    rank: int, record: FailureRecord | None, status: RankStatus, exit_code: int | None, words: LastWords
+    rank: int, record: FailureRecord | None, status: RankStatus, exit_code: int | None, words: LastWords, trouble: str
 ) -> str:
     if record is not None:
         return f"rank {rank} failed {_where(record.step, record.phase)}: {record.summary}"
@@ -273,11 +293,12 @@ def _headline(
         if words.is_mismatch:
             hint = " Ranks called different operations, or with different sizes: they must call the same in one order."
         return f"rank {rank} was killed by {name} {where}{', ' if words.place else ''}{words.place}.{hint}"
+    hint = f" What it had to say could not be written: {trouble}." if trouble else ""
     if exit_code is None:  # of a process that others have started
-        return f"rank {rank} is gone {where}: it was killed, or ended without a word."
+        return f"rank {rank} is gone {where}: it was killed, or ended without a word.{hint}"
     if exit_code == 0:
         return f"rank {rank} left {where}: it ended with exit code 0 before training was finished."
-    return f"rank {rank} ended {where} without a traceback (exit code {exit_code})."
+    return f"rank {rank} ended {where} without a traceback (exit code {exit_code}).{hint}"
 
 
 def _where(step: int, phase: str) -> str:

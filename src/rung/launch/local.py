@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from rung.errors import JobFailed
 from rung.launch.console import JobConsole
 from rung.launch.elastic import Terms, announce, retire
 from rung.launch.signals import Interrupted, Signals
+from rung.processes import refuse_few_files
 
 if TYPE_CHECKING:  # torch is imported later, while the server that `warm_up` starts imports it, too
     from rung.launch.agent import RankAgent
@@ -50,6 +52,7 @@ def launch(
 
     assert job.run_dir is not None
     terms = terms or Terms((num_ranks, num_ranks))
+    refuse_few_files(terms.processes[1] * terms.nodes[1], job.config.workers)
     folder = Path(job.run_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     view = JobConsole(folder, console, quiet=quiet)
@@ -65,10 +68,8 @@ def launch(
             raise Interrupted(error.signal_number, agent.step if agent is not None else 0) from None
         finally:
             signals.ignore()
-            if agent is not None:
-                agent.end()
-            meeting.leave()
-            retire(state)
+            ends = [agent.end] if agent is not None else []
+            _clean_up([*ends, meeting.leave, lambda: retire(state)], view.say)
     summary = _read_summary(state)
     if not meeting.is_alone:
         shutil.rmtree(state, ignore_errors=True)
@@ -78,6 +79,15 @@ def launch(
     if outcome.kind == "failed":
         raise JobFailed(outcome.report, is_mistake=outcome.is_mistake)
     return summary, view
+
+
+def _clean_up(actions: Iterable[Callable[[], None]], say: Callable[[str], None]) -> None:
+    """All of them, whatever becomes of one: an error here must not hide how the job ended, which is told next."""
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            say(f"after the job's end: {type(error).__name__}: {error}")
 
 
 def _read_summary(state: Path) -> Summary | None:

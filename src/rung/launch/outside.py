@@ -34,6 +34,7 @@ from rung.environment import (
 from rung.errors import RESUME_EXIT_CODE, ConfigError, EnvironmentProblem, StrategyError
 from rung.launch.console import JobConsole
 from rung.launch.elastic import Terms, announce, retire
+from rung.launch.failure import release_room, reserve_room
 from rung.launch.peers import REPORTED, PeerWatch
 from rung.launch.rank import flush, leave_when_asked, say_last_words, speak_into, wait_for_threads
 from rung.launch.stacks import answer_with_stack
@@ -178,6 +179,7 @@ def run_rank(job: Job, gathering: Gathering, terms: Terms, farewell: Callable[[S
     board = StatusBoard(state / "status", place.size)
     status = board.writer(place.rank)
     status.phase("starting")
+    reserve_room(state, place.rank)
     answer_with_stack(state, place.rank)
     terminal, errors = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(2), "w")
     speak_into(folder / "logs" / f"rank-{place.rank}.log", f"by {place.launcher}, {job.strategy}, {place.size} ranks")
@@ -213,6 +215,7 @@ def run_rank(job: Job, gathering: Gathering, terms: Terms, farewell: Callable[[S
             finally:
                 os._exit(1)
         peers.stop()
+    release_room(state, place.rank)
     gathering.part(lambda: farewell(summary, console))
     if place.local_rank == 0:
         retire(state)

@@ -7,6 +7,7 @@ that has failed waits for that and does not leave first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -108,6 +109,7 @@ class PeerWatch:
     def _end(self, text: str) -> None:
         mark = self._state / REPORTED
         if not mark.exists():
-            mark.touch()
+            with contextlib.suppress(OSError):  # a full disk may be what there is to say
+                mark.touch()
             self._speak(text)
         os._exit(1)

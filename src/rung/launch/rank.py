@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from rung.environment import (
 )
 from rung.errors import RESUME_EXIT_CODE
 from rung.launch.console import ATTEMPT_MARK, FAILURE_MARK, WARNING_MARK
-from rung.launch.failure import read_failures, record_failure
+from rung.launch.failure import read_failures, record_failure, release_room, reserve_room
 from rung.launch.server import SHIELDED, belong_to_launcher
 from rung.launch.stacks import answer_with_stack
 from rung.network import close_connections
@@ -39,6 +40,7 @@ from rung.train import Job, worker
 # How long threads of the task may go on after training, to finish what they write.
 _THREAD_SECONDS = 5.0
 _LISTEN_SECONDS = 0.2
+_LOG_WAITING_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
     board = StatusBoard(state / "status", seat.size)
     status = board.writer(rank)
     status.phase("starting")
+    reserve_room(state, rank)
     belong_to_launcher()
     leave_when_asked(status)
     answer_with_stack(state, rank)
@@ -79,6 +82,7 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
         _hang_up_when_asked(status)
         summary = worker(job, status)
         code = RESUME_EXIT_CODE if summary.stopped else 0
+        release_room(state, rank)
         if rank == 0 and not summary.stopped:
             (state / "summary").write_text(json.dumps(asdict(summary)))
         wait_for_threads()
@@ -128,7 +132,8 @@ def say_last_words(state: Path, rank: int, board: StatusBoard, error: BaseExcept
     except BaseException:
         # Out of memory, most likely: let go of what the failing frames hold, and try again.
         traceback.clear_frames(error.__traceback__)
-        record_failure(state, rank, board, error)
+        with contextlib.suppress(OSError):  # else the log has it, if anything can be written at all
+            record_failure(state, rank, board, error)
     status = board.read(rank)
     sys.stderr.write(f"{FAILURE_MARK}rank {rank}, step {status.step}, phase {status.phase}\n")
     traceback.print_exception(error)
@@ -170,8 +175,7 @@ def speak_into(path: Path, attempt: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdout, sys.stderr = _open_stream(1), _open_stream(2)
     faulthandler.enable()  # a crash in C++ leaves a Python traceback in the log
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Formatter())
@@ -179,6 +183,29 @@ def speak_into(path: Path, attempt: str) -> None:
     root.handlers, root.propagate = [handler], False
     root.setLevel(logging.INFO)
     warnings.showwarning = _show_warning
+
+
+class _LogFile(io.FileIO):
+    """A rank's log: a disk that does not take a line is no reason for a `print` of the task to end training.
+
+    What was not taken is tried again with the next line, up to a limit.
+    """
+
+    _waiting = b""
+
+    def write(self, content: Any) -> int:
+        self._waiting += bytes(content)
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[super().write(self._waiting) or 0 :]
+        except OSError:
+            self._waiting = self._waiting[-_LOG_WAITING_BYTES:]
+        return len(content)
+
+
+def _open_stream(descriptor: int) -> TextIO:
+    raw = io.BufferedWriter(_LogFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 class _Formatter(logging.Formatter):

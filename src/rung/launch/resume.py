@@ -31,6 +31,8 @@ def find_run(task: Task, resume: str | bool, out: str | None) -> Path:
     """The directory of the run to go on with: the one named, the one of --out, or the newest of this task."""
     if isinstance(resume, str) and out is not None and Path(resume).resolve() != Path(out).resolve():
         raise ConfigError(f"--resume {resume} and --out {out} are two directories. A run goes on in its own.")
+    if resume == "":
+        raise ConfigError("--resume has an empty value. Name the directory of a run, or leave the value out.")
     named = resume if isinstance(resume, str) else out
     if named is not None:
         folder = Path(named)
@@ -144,20 +146,24 @@ def _length(limits: Mapping[str, Any]) -> str:
     return " or ".join(f"{value} {key}" for key, value in limits.items() if value is not None) or "1 epochs"
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether the run came to its end, as its metrics tell."""
-    last = None
+def is_finished(folder: Path, config: RunConfig) -> bool:
+    """Whether the run came to the end that `config` asks for, as its metrics tell.
+
+    Its settings say nothing of that: they are written before the ranks start, and an attempt to make the run longer may
+    have failed there.
+    """
+    begun: dict[str, Any] = {}
+    is_over, wanted = False, {"steps": config.steps, "epochs": config.epochs}
     try:
         with (folder / "metrics.jsonl").open(encoding="utf-8") as file:
             for line in file:
-                if line.startswith(('{"event": "start"', '{"event": "resume"', '{"event": "end"')):
-                    last = line
-    except FileNotFoundError:
+                if line.startswith(('{"event": "start"', '{"event": "resume"')):
+                    begun, is_over = json.loads(line), False
+                elif line.startswith('{"event": "end"'):
+                    is_over = bool(json.loads(line))
+    except (FileNotFoundError, ValueError):  # there is none, or its last line was cut short
         return False
-    try:
-        return last is not None and json.loads(last)["event"] == "end"
-    except ValueError:  # it was cut short
-        return False
+    return is_over and begun.get("length", wanted) == wanted
 
 
 def write_settings(resolved: Resolved, folder: Path, heading: str) -> None:

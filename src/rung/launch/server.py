@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from rung.processes import die_with_parent
+from rung.processes import die_with_parent, raise_file_limit
 
 # What every rank would import for itself. Any optimizer imports dynamo when it is made, which takes a second.
 _PRELOADED = [
@@ -28,6 +28,7 @@ SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 def warm_up(modules: Sequence[str] = _PRELOADED) -> None:
     """Start the server in the background: it imports torch while the launcher does, too."""
+    raise_file_limit()
     # The last is for its end. It comes last because what was registered last is called first.
     multiprocessing.set_forkserver_preload([*modules, "rung.launch.preloaded"])
     # The tracker comes first, because starting it unblocks the signals again.

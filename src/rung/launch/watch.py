@@ -30,7 +30,14 @@ _LOST = "a machine was lost"
 # What a rank says when starting it again would only bring the same.
 _FINAL = tuple(
     kind.__name__
-    for kind in (errors.TaskError, errors.ConfigError, errors.StrategyError, errors.DataError, errors.ModelError)
+    for kind in (
+        errors.TaskError,
+        errors.ConfigError,
+        errors.StrategyError,
+        errors.DataError,
+        errors.ModelError,
+        errors.CheckpointError,
+    )
 )
 
 

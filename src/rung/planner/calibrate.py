@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 from rung.bench.collectives import Case, Plan
 from rung.bench.command import run_on_ranks
 from rung.config import RunConfig
+from rung.disk import check_file, writing
 from rung.launch.crew import on_ranks
 from rung.launch.server import warm_up
 from rung.machine import free_host_bytes, processor_name
@@ -218,14 +219,15 @@ def calibrate(nprocs: list[int], path: Path, tell: Callable[[str], None] = lambd
                 if record.seconds is not None:
                     times.setdefault(f"{record.op}:{nproc}", []).append((float(record.bytes), record.seconds))
             besides[nproc] = _per_message(nproc, device, found[nproc], times)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_record(device, found, times, besides))
+    with writing(path, "--out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_record(device, found, times, besides))
     return found
 
 
 def calibrate_command(nprocs: list[int], out: str | None, *, as_json: bool) -> int:
     """The command. Returns the exit code. Without numbers of processes, those that this machine is likely to run."""
-    path = Path(out) if out is not None else HERE_FILE
+    path = check_file(out if out is not None else HERE_FILE, "--out")
     nprocs = nprocs or [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() or 4)]
     with Console(file=sys.stderr).status("calibrating") as shown:
         found = calibrate(nprocs, path, shown.update)
