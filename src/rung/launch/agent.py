@@ -138,7 +138,7 @@ class RankAgent(LocalElasticAgent):
     def _keep_report(self, outcome: Outcome) -> Path:
         folder = self._folder / "failures"
         folder.mkdir(exist_ok=True)
-        numbers = [int(path.stem) for path in folder.glob("*.txt") if path.stem.isdigit()]
+        numbers = [int(path.stem) for path in folder.glob("*.txt") if path.stem.isdecimal()]
         path = folder / f"{max(numbers, default=0) + 1:03d}.txt"
         path.write_text(f"{outcome.report}\n")
         return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,10 +17,12 @@ from rung.environment import mpi_place
 from rung.errors import ConfigError
 from rung.strategy import Layout
 from rung.task import ROLES, Task
+from rung.untrusted import lines_of, open_regular, parse_json, read_regular
 
 CONFIG = "config.toml"
 # What the numbers follow from. All else may differ: how the task is spread is not part of the result.
 _FIXED = ("batch_size", "seed", "shuffle")
+_MAX_HEADING = 2**12
 _HEADING = re.compile(r"# rung \S+: (.*?), ")
 
 
@@ -44,7 +45,7 @@ def find_run(task: Task, resume: str | bool, out: str | None) -> Path:
             f"there is no run of {task.name!r} to go on with: looked in {Path('runs').resolve()}. "
             "Name its directory: --resume RUN."
         )
-    return max(found, key=lambda folder: (folder / CONFIG).stat().st_mtime)
+    return max(found, key=lambda folder: (folder / CONFIG).lstat().st_mtime)
 
 
 def run_if_there(task: Task, resume: str | bool | None, out: str | None) -> Path | None:
@@ -59,8 +60,12 @@ def run_if_there(task: Task, resume: str | bool | None, out: str | None) -> Path
 
 
 def _task_of(folder: Path) -> str | None:
-    with (folder / CONFIG).open(encoding="utf-8") as file:
-        match = _HEADING.match(file.readline())
+    try:
+        with open_regular(folder / CONFIG) as file:
+            heading = file.readline(_MAX_HEADING).decode(errors="replace")
+    except OSError:
+        return None  # `read_toml` says what is wrong with it, if the run is wanted
+    match = _HEADING.match(heading)
     return match.group(1) if match else None
 
 
@@ -131,16 +136,19 @@ def _length(limits: Mapping[str, Any]) -> str:
 def is_finished(folder: Path) -> bool:
     """Whether the run came to its end, as its metrics tell."""
     last = None
+    path = folder / "metrics.jsonl"
     try:
-        with (folder / "metrics.jsonl").open(encoding="utf-8") as file:
-            for line in file:
-                if line.startswith(('{"event": "start"', '{"event": "resume"', '{"event": "end"')):
+        with open_regular(path) as file:
+            for line in lines_of(file):
+                if line.startswith((b'{"event": "start"', b'{"event": "resume"', b'{"event": "end"')):
                     last = line
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     try:
-        return last is not None and json.loads(last)["event"] == "end"
-    except ValueError:  # it was cut short
+        return last is not None and parse_json(last)["event"] == "end"
+    except (ValueError, TypeError, KeyError):  # it was cut short
         return False
 
 
@@ -150,10 +158,11 @@ def write_settings(resolved: Resolved, folder: Path, heading: str) -> None:
     In one go: machines that share the directory may read it meanwhile.
     """
     path, partial = folder / CONFIG, folder / f".{CONFIG}.{os.getpid()}"
+    partial.unlink(missing_ok=True)
     write_toml(resolved, partial, heading)
     if path.exists() and read_toml(path) != read_toml(partial):
         names = [old.name.split(".")[1] for old in folder.glob("config.*.toml")]
-        number = max((int(name) for name in names if name.isdigit()), default=0) + 1
+        number = max((int(name) for name in names if name.isdecimal()), default=0) + 1
         shutil.copyfile(path, folder / f"config.{number}.toml")
     partial.replace(path)
 
@@ -164,7 +173,12 @@ def claim(folder: Path, agree: Callable[[str], str], *, is_new: bool) -> None:
     What another run has left in it, on one of the machines, would be taken for this one's.
     """
     mark = folder / ".state" / "run"
-    own = mark.read_text() if mark.exists() else None
+    try:
+        own = read_regular(mark, _MAX_HEADING).decode()
+    except FileNotFoundError:
+        own = None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{mark} cannot be read: {error}.") from None
     offered = own if own is not None and not is_new else uuid.uuid4().hex
     agreed = agree(offered)
     if not is_new and agreed != offered:
