@@ -15,6 +15,7 @@ from rung.best import Best, figure_of
 from rung.checkpoint.survey import Found, Place, best_whole, locate, newest_whole, survey
 from rung.errors import ConfigError
 from rung.sizes import human_size
+from rung.untrusted import printable
 
 _STYLES = {"whole": "green", "damaged": "red", "unfinished": "yellow"}
 _KINDS = {"checkpoints": "", "rescue": " (rescued)", "memory": " (in memory)"}
@@ -23,8 +24,8 @@ _KINDS = {"checkpoints": "", "rescue": " (rescued)", "memory": " (in memory)"}
 def checkpoints_command(run: str, *, as_json: bool, quick: bool) -> int:
     """List the checkpoints of a run. Returns the exit code: 1 if any is damaged."""
     place = locate(Path(run))
-    with Console(file=sys.stderr).status("looking") as shown:
-        found = survey(place, thorough=not quick, tell=lambda path: shown.update(f"checking {path}"))
+    with Console(file=sys.stderr, markup=False).status("looking") as shown:
+        found = survey(place, thorough=not quick, tell=lambda path: shown.update(_text(f"checking {path}")))
     taken = newest_whole(found)
     kept, best = best_whole(found)
     if as_json:
@@ -42,21 +43,22 @@ def checkpoints_command(run: str, *, as_json: bool, quick: bool) -> int:
 
 
 def _show(place: Place, found: list[Found], taken: Found | None, best: Best | None, *, quick: bool) -> None:
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 120
     if not found:
-        console.print(f"there are no checkpoints in {place.called}; --checkpoint-every N writes them.", soft_wrap=True)
+        nothing = f"there are no checkpoints in {place.called}; --checkpoint-every N writes them."
+        console.print(_text(nothing), soft_wrap=True)
     else:
         console.print(_table(found, best))
     for one in found:
         if one.problem is not None:
-            console.print(Text(one.problem, style=_STYLES[one.state]), soft_wrap=True)
+            console.print(_text(one.problem, _STYLES[one.state]), soft_wrap=True)
     if any(one.is_finite is False for one in found):
         console.print("not finite: the loss or the gradient norm of that step was nan or infinite", soft_wrap=True)
     if taken is not None and place.one is None:
         how = " (sizes checked, not digests)" if quick else ""
-        console.print(f"--resume goes on after step {taken.step}: {taken.path}{how}", soft_wrap=True)
+        console.print(_text(f"--resume goes on after step {taken.step}: {taken.path}{how}"), soft_wrap=True)
     elif found and place.one is None:
         console.print("none of them is whole: --resume would start at the first step", soft_wrap=True)
 
@@ -71,7 +73,7 @@ def _table(found: list[Found], best: Best | None) -> Table:
         "strategy",
         "ranks",
         "size",
-        *([best.metric] if best else []),
+        *([printable(best.metric)] if best else []),
         "state",
     ]
     for column in columns:
@@ -88,8 +90,13 @@ def _table(found: list[Found], best: Best | None) -> Table:
         position = (str(one.step), str(told["epoch"]), str(told["sample"]))
         size = human_size(one.checkpoint.num_bytes)
         figures = [_figure(one, best)] if best else []
-        table.add_row(*position, saved, told["strategy"], str(told["ranks"]), size, *figures, state)
+        words = printable(saved), printable(told["strategy"]), str(told["ranks"])
+        table.add_row(*position, *words, size, *figures, state)
     return table
+
+
+def _text(words: str, style: str = "") -> Text:
+    return Text(printable(words), style=style)
 
 
 def _figure(one: Found, best: Best) -> str:
@@ -125,18 +132,18 @@ def export_command(
         parse_size,
     )  # needs torch; the list above does not
 
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
     if best and step is not None:
         raise ConfigError(f"--best and --step {step} name two checkpoints. Leave one out.")
     shard_bytes = parse_size(max_shard_size) if max_shard_size is not None else None
     check_output(Path(output), shard_bytes=shard_bytes, force=force)
-    with Console(file=sys.stderr).status("checking"):
+    with Console(file=sys.stderr, markup=False).status("checking"):
         source = find_best_source(place) if best else find_source(place, step)
     for note in source.notes:
-        console.print(f"[yellow]{note}[/yellow]", soft_wrap=True)
-    with Console(file=sys.stderr).status(f"writing {output}"):
+        console.print(_text(note, "yellow"), soft_wrap=True)
+    with Console(file=sys.stderr, markup=False).status(_text(f"writing {output}")):
         files = export(source, Path(output), shard_bytes=shard_bytes, force=force)
     figures = f"{len(source.entries):,} tensors, {human_size(source.num_bytes)}"
     told = f"{files[-1]} and {len(files) - 1} files it names" if len(files) > 1 else str(files[0])
-    console.print(f"exported {source.called}: {told} ({figures})", soft_wrap=True)
+    console.print(_text(f"exported {source.called}: {told} ({figures})"), soft_wrap=True)
     return 0

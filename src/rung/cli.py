@@ -19,6 +19,7 @@ from rung.flags import TRAINED, add_settings, assignments_of
 from rung.strategy import PRESETS, SCHEDULES
 from rung.submit.command import add_submit
 from rung.tools import add_tools, run_plan
+from rung.untrusted import printable
 from rung.version import VERSION
 from rung.watching import add_watching
 
@@ -30,6 +31,7 @@ _EXPLAINED = {
 }
 
 
+_LAYOUT = "\n\t"  # of errors with several lines
 _MAIN_SECONDS = 20.0  # that rank 0 has to speak; on a busy machine it may come late
 
 
@@ -114,11 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         return int(options.call(options))
     except JobFailed as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{printable(error, keep=_LAYOUT)}\n")
         return 2 if error.is_mistake else 1
     except RungError as error:
         _leave_word_to_main()
-        sys.stderr.write(f"rung: {error}\n")
+        sys.stderr.write(f"rung: {printable(error, keep=_LAYOUT)}\n")
         return 2
     except OSError as error:
         if not is_refused(error):

@@ -7,6 +7,7 @@ that `--config` reads again. This module knows the settings' names, types and li
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -19,6 +20,9 @@ from rung.exchange import parse_compression
 from rung.looking import profiled_steps, tracker_names
 from rung.strategy import SCHEDULES
 from rung.task import ROLES, Task, coerce
+from rung.untrusted import read_regular, refuse_extremes
+
+_MAX_FILE = 2**20  # bytes of a settings file
 
 
 def _setting(default: Any, help: str, kind: type, choices: tuple[str, ...] = (), flag: bool = False) -> Any:
@@ -176,10 +180,14 @@ class RunConfig:
     oom_retry: bool = _setting(True, "out of memory: go on with half the micro-batch", bool)
 
 
+_MOST_CHARACTERS = 4096  # of a value; Python converts no more than 4300 digits
+_COUNT = re.compile("[0-9]{1,15}")
 _AT_LEAST_ONE = (
     "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep", "keep_every",
     "grace_seconds", "servers", "local_steps",
 )  # fmt: skip
+# Counts are below 2**48, as in checkpoints; seconds are added to times, and processes are started.
+_BITS = {"seed": 63, "timeout": 31, "grace_seconds": 31, "workers": 16, "servers": 20, "max_restarts": 31}
 SETTINGS = {f.name: f for f in fields(RunConfig)}
 FLAGS = [name for name, f in SETTINGS.items() if f.metadata["flag"]]
 
@@ -248,6 +256,8 @@ def check(key: str, value: Any) -> Any:
     if key in ("nproc", "nnodes", "profile") and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     value = coerce(key, value, meta["kind"]() if meta["kind"] is not str else "")
+    if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
+        raise ConfigError(f"{key} has {len(value):,} characters; {_MOST_CHARACTERS:,} are the most.")
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(
             f"{key} cannot be {value!r}.{nearest(value, meta['choices'])} It is one of: {', '.join(meta['choices'])}."
@@ -258,19 +268,19 @@ def check(key: str, value: Any) -> Any:
         raise ConfigError(f"clip must be above 0, not {value}.")
     if key in ("nproc", "nnodes"):
         count_range(value, key)
-    if key == "rdzv" and not (value.rpartition(":")[0] and value.rpartition(":")[2].isdigit()):
+    if key == "rdzv" and not (value.rpartition(":")[0] and _COUNT.fullmatch(value.rpartition(":")[2])):
         raise ConfigError(
             f"rdzv is the name or address of one of the machines and a port there, as in node1:29500, not {value!r}."
         )
     if key in ("workers", "seed", "max_restarts", "staleness", "compress_warmup") and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
-    if key == "seed" and value >= 2**63:
-        raise ConfigError(f"seed must be below 2**63, not {value}.")
+    if isinstance(value, int) and value >= 2 ** _BITS.get(key, 48):
+        raise ConfigError(f"{key} must be below 2**{_BITS.get(key, 48)}, not {value}.")
     if key in _PARSED:
         _PARSED[key](value)
     if (key == "outer_lr" and not value > 0) or (key == "outer_momentum" and not 0 <= value < 1):
         raise ConfigError(f"{key} must be {'above 0' if key == 'outer_lr' else 'at least 0 and below 1'}, not {value}.")
-    if key == "eval_every" and value not in ("epoch", "never") and not (value.isdigit() and int(value) > 0):
+    if key == "eval_every" and value not in ("epoch", "never") and not (_COUNT.fullmatch(value) and int(value) > 0):
         raise ConfigError(f"eval_every is 'epoch', 'never' or a number of steps, not {value!r}.")
     return value
 
@@ -288,7 +298,7 @@ _PARSED: dict[str, Callable[[str], object]] = {
 def count_range(text: str, what: str = "nproc") -> tuple[int, int]:
     """The least and the most of 'N' or 'MIN:MAX'."""
     low, colon, high = str(text).partition(":")
-    if not (low.isdigit() and (high.isdigit() or not colon)):
+    if not (_COUNT.fullmatch(low) and (_COUNT.fullmatch(high) or not colon)):
         raise ConfigError(f"{what} is a number, or MIN:MAX such as 2:4, not {text!r}.")
     least, most = int(low), int(high or low)
     if not 1 <= least <= most:
@@ -323,11 +333,16 @@ def shard_size(text: str) -> int | None:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """A settings file, flattened: settings at the top, one table for each function of the task."""
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = tomllib.loads(read_regular(Path(path), _MAX_FILE).decode("utf-8"))
+        refuse_extremes(content)
     except FileNotFoundError:
         raise ConfigError(f"there is no settings file {str(path)!r}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply.") from None
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are such
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, dict):

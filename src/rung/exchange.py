@@ -48,7 +48,7 @@ def parse_compression(text: str) -> Compression:
             f"{' and '.join(_EXAMPLES.values())}."
         )
     if method == "powersgd":
-        if not number.isdigit() or int(number) < 1:
+        if not number.isdecimal() or int(number) < 1:
             raise ConfigError(
                 f"compress cannot be {text!r}: the rank of powersgd is a whole number from 1 on, such as "
                 f"{_EXAMPLES[method]}."

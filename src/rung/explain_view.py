@@ -84,10 +84,13 @@ def explain_command(
     layout = parse(config.strategy or default_name(num_ranks), num_ranks, num_ranks, config.schedule)
     refuse_contradictions(config, layout)
     task = task.bind(resolved.arguments)
-    messages = Console(file=sys.stderr)
+    messages = Console(file=sys.stderr, markup=False)
     with messages.status("explaining") as shown:
         explanation = explain(
-            task, layout, config, tell=lambda text: shown.update(f"explaining {task.name} under {layout.name}: {text}")
+            task,
+            layout,
+            config,
+            tell=lambda text: shown.update(Text(f"explaining {task.name} under {layout.name}: {text}")),
         )
     if out is not None:
         with writing(out, "--out"):
@@ -95,7 +98,7 @@ def explain_command(
     if as_json:
         sys.stdout.write(json.dumps(explanation.as_json(), indent=2) + "\n")
         return 0
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 100
     show(explanation, console)

@@ -6,9 +6,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from rung.untrusted import read_json
+
+_MAX_BYTES = 2**26  # a few hundred for each rank
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,35 @@ def write_live(path: Path, live: Live) -> None:
 def read_live(path: Path) -> Live | None:
     """What was written last; None where nothing was, or by a version that wrote something else."""
     try:
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        ranks = [RankFigures(**one) for one in told.pop("ranks")]
-        slow = [Slowness(**one) for one in told.pop("slow")]
-        return Live(**told, ranks=ranks, slow=slow)
-    except (OSError, ValueError, TypeError, KeyError):
+        told = read_json(path, _MAX_BYTES)
+        return Live(
+            step=int(_number(told["step"])),
+            when=_number(told["when"]),
+            step_seconds=_number(told["step_seconds"]),
+            ranks=[
+                RankFigures(
+                    seconds={phase: _number(seconds) for phase, seconds in one["seconds"].items()},
+                    samples_per_second=_number(one["samples_per_second"]),
+                    memory_bytes=int(_number(one["memory_bytes"])),
+                )
+                for one in told["ranks"]
+            ],
+            slow=[
+                Slowness(
+                    int(_number(one["rank"])),
+                    str(one["phase"]),
+                    _number(one["seconds"]),
+                    _number(one["others_seconds"]),
+                    str(one["text"]),
+                )
+                for one in told["slow"]
+            ],
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no number")
+    return float(value)

@@ -15,7 +15,7 @@ TRACKERS = ("wandb", "mlflow", "trackio")
 def profiled_steps(text: str) -> range:
     """The steps of '10', or of '10:13', which are four."""
     first, colon, last = text.partition(":")
-    if not (first.isdigit() and (last.isdigit() or not colon)):
+    if not (first.isdecimal() and (last.isdecimal() or not colon)):
         raise ConfigError(f"profile is a step, or FIRST:LAST such as 10:13, not {text!r}.")
     start, stop = int(first), int(last or first)
     if not 1 <= start <= stop:

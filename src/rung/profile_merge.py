@@ -7,13 +7,18 @@ import json
 import re
 import statistics
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rung.checkpoint.places import refuse_escapes
 from rung.errors import ConfigError
+from rung.untrusted import open_regular, parse_json
 
-_NAME = re.compile(r"rank-(\d+)-steps-(\d+)-(\d+)\.json\.gz")
+_NAME = re.compile(r"rank-([0-9]{1,7})-steps-([0-9]{1,15})-([0-9]{1,15})\.json\.gz")
+_MAX_TRACE = 2**30  # bytes of one rank's, unpacked
+_MOST_RANKS = 10**6
 _FLOW_BITS = 40  # of a flow's number within a rank
 # What the profiler says of itself, and how it would order processes that are not those of the merged file.
 _LEFT_OUT = ("process_name", "process_labels", "process_sort_index")
@@ -22,6 +27,7 @@ _LEFT_OUT = ("process_name", "process_labels", "process_sort_index")
 def merge_command(run: str, *, steps: str | None, out: str | None) -> int:
     """Merge the traces of a run, and say where they are."""
     folder = Path(run) / "profile"
+    refuse_escapes(Path(run), ("profile",))
     chosen = _choose(folder, steps)
     ranks = _traces(folder)[chosen]
     path = Path(out) if out is not None else folder / f"steps-{chosen[0]}-{chosen[1]}.json.gz"
@@ -29,6 +35,8 @@ def merge_command(run: str, *, steps: str | None, out: str | None) -> int:
         raise ConfigError(f"--out {path}: it is a file whose name ends with .json or .json.gz.")
     try:
         missing = merge(ranks, path)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"the traces in {folder} are damaged: {type(error).__name__}: {error}.") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}. Name another file with --out.") from None
     plural = "s" if len(ranks) > 1 else ""
@@ -47,7 +55,7 @@ def merge(ranks: dict[int, Path], path: Path) -> list[int]:
     """Write one trace of several. Which ranks of the run are missing."""
     traces = {rank: _read(ranks[rank]) for rank in sorted(ranks)}
     shifts = _shifts({rank: trace["rung"] for rank, trace in traces.items()})
-    bases = {rank: int(trace.get("baseTimeNanoseconds", 0)) for rank, trace in traces.items()}
+    bases = {rank: _integer(trace.get("baseTimeNanoseconds", 0)) for rank, trace in traces.items()}
     base = min(bases[rank] + shifts[rank] for rank in traces)
     events: list[dict[str, Any]] = []
     for rank, trace in traces.items():
@@ -55,12 +63,14 @@ def merge(ranks: dict[int, Path], path: Path) -> list[int]:
         events += _names(rank, trace["rung"])
         events += _events(rank, trace["traceEvents"], delay)
     content = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": events}
-    text = json.dumps(content)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode(), compresslevel=5))
-    else:
-        path.write_text(text, encoding="utf-8")
-    size = max(int(trace["rung"]["ranks"]) for trace in traces.values())
+    text = json.dumps(content).encode()
+    # In one go: a file that is there is replaced, and a link is not followed.
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    with partial.open("xb") as file:
+        file.write(gzip.compress(text, compresslevel=5) if path.suffix == ".gz" else text)
+    partial.replace(path)
+    size = max(trace["rung"]["ranks"] for trace in traces.values())
     return sorted(set(range(size)) - set(ranks))
 
 
@@ -71,9 +81,9 @@ def _events(rank: int, events: list[dict[str, Any]], delay: float) -> Iterator[d
             continue
         moved = {**event, "pid": rank}
         if "ts" in event:
-            moved["ts"] = event["ts"] + delay
+            moved["ts"] = float(event["ts"]) + delay
         if "id" in event:  # a flow, from one event to another of the same rank
-            moved["id"] = (rank << _FLOW_BITS) + int(event["id"])
+            moved["id"] = (rank << _FLOW_BITS) + _integer(event["id"])
         yield moved
 
 
@@ -128,10 +138,26 @@ def _choose(folder: Path, steps: str | None) -> tuple[int, int]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            trace: dict[str, Any] = json.load(file)
-    except (OSError, EOFError, ValueError) as error:
+        with open_regular(path) as packed, gzip.open(packed) as file:
+            content = file.read(_MAX_TRACE + 1)
+        if len(content) > _MAX_TRACE:
+            raise ValueError(f"it has more than {_MAX_TRACE:,} bytes")
+        trace = parse_json(content)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
-    if "rung" not in trace:
-        raise ConfigError(f"{path} is a trace, but not one of `rung train --profile`.")
+    if not isinstance(trace, dict) or not _is_told(trace.get("rung")) or not isinstance(trace.get("traceEvents"), list):
+        raise ConfigError(f"{path} holds no trace, or not one of `rung train --profile`.")
     return trace
+
+
+def _is_told(facts: Any) -> bool:
+    """Whether this is what `rung train --profile` adds to a trace."""
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(key), str) for key in ("strategy", "machine")):
+        return False
+    clocks, ranks = facts.get("clocks_ns"), facts.get("ranks")
+    are_clocks = isinstance(clocks, list) and bool(clocks) and all(type(clock) is int for clock in clocks)
+    return are_clocks and type(ranks) is int and 0 < ranks <= _MOST_RANKS
+
+
+def _integer(value: Any) -> int:
+    return int(value) if isinstance(value, str | int) else int(float(value))

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rung.untrusted import read_regular
+
 PHASES = (
     "not started",
     "starting",
@@ -33,6 +35,7 @@ PHASES = (
 REQUESTS = ("", "stop", "hang up")  # to hang up: to close all connections, so that no wait for others lasts
 _SLOT = struct.Struct("<qiid")  # step, phase, pid, when
 _REQUEST = struct.Struct("<i")
+_MAX_BOARD = 2**26  # a million ranks
 _SLOT_BYTES = 64  # a cache line each, so that ranks do not disturb each other. The first slot holds the request.
 
 
@@ -68,8 +71,7 @@ class StatusBoard:
         self.num_ranks = num_ranks
 
     def read(self, rank: int) -> RankStatus:
-        step, phase, pid, changed = _SLOT.unpack_from(self._memory, _offset(rank))
-        return RankStatus(step, PHASES[phase], pid, changed)
+        return _status(self._memory, rank)
 
     def writer(self, rank: int) -> StatusWriter:
         return StatusWriter(self._memory, rank)
@@ -85,15 +87,11 @@ class StatusBoard:
 def read_statuses(path: str | Path) -> dict[int, RankStatus]:
     """Those of a board that others write and may make anew meanwhile: read, not mapped. Empty without one."""
     try:
-        content = Path(path).read_bytes()
+        content = read_regular(Path(path), _MAX_BOARD)
     except OSError:
         return {}
-    found = {}
-    for rank in range(len(content) // _SLOT_BYTES - 1):
-        step, phase, pid, changed = _SLOT.unpack_from(content, _offset(rank))
-        if pid:
-            found[rank] = RankStatus(step, PHASES[phase], pid, changed)
-    return found
+    found = {rank: _status(content, rank) for rank in range(len(content) // _SLOT_BYTES - 1)}
+    return {rank: status for rank, status in found.items() if status.pid}
 
 
 class StatusWriter:
@@ -135,6 +133,12 @@ class StatusWriter:
     def is_requested(self, what: str) -> bool:
         """Whether the launcher asks all ranks for something."""
         return bool(_REQUEST.unpack_from(self._memory, 0)[0] == _REQUEST_CODES[what])
+
+
+def _status(memory: mmap.mmap | bytes, rank: int) -> RankStatus:
+    step, phase, pid, changed = _SLOT.unpack_from(memory, _offset(rank))
+    # A board of another version, or a damaged one, may hold a phase that is not known here.
+    return RankStatus(step, PHASES[phase] if 0 <= phase < len(PHASES) else f"phase {phase}", pid, changed)
 
 
 def _offset(rank: int) -> int:

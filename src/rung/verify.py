@@ -99,7 +99,7 @@ def verify_command(
 ) -> int:
     """The command. Returns the exit code."""
     warm_up()
-    console = Console(file=sys.stderr if as_json else sys.stdout)
+    console = Console(file=sys.stderr if as_json else sys.stdout, markup=False)
     names = choose_strategies(strategies, num_ranks, has_remote=load_task(path).remote is not None)
     by_name = {name for name in strategies if name != "all"}
     asked = resolve(load_task(path), flags=flags, assignments=assignments).config
@@ -128,7 +128,8 @@ def verify_command(
     )
     with tempfile.TemporaryDirectory(prefix="rung-verify-") as scratch:
         jobs = _Jobs(path, plan.resolved.arguments, config, asked.offload, Path(scratch), console)
-        with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
+        words = TextColumn("{task.description}", markup=False)
+        with Progress(SpinnerColumn(), words, console=console, transient=True) as progress:
             shown = progress.add_task("starting")
             rows: list[Row] = []
             for optimizer in OPTIMIZERS:
@@ -163,7 +164,7 @@ def verify_command(
         console.print(Text(f"{name}: left out, this task cannot run so: {why}", style="yellow"), soft_wrap=True)
     ran = [row for row in rows if row.impossible is None]
     verdict = f"{len(ran) - len(failed)} of {len(ran)} agree with one process to {tolerance:g}"
-    console.print(f"[{'red' if failed else 'green'}]{verdict}[/]", highlight=False)
+    console.print(verdict, style="red" if failed else "green", highlight=False)
     return 1 if failed else 0
 
 
@@ -363,13 +364,13 @@ def _table(rows: list[Row], tolerance: float) -> Table:
         if row.error is not None or row.impossible is not None:
             figures = ["-"] * 4
         verdict = (
-            "[yellow]left out[/yellow]"
+            Text("left out", style="yellow")
             if row.impossible is not None
-            else "[green]same[/green]"
+            else Text("same", style="green")
             if row.passes(tolerance)
-            else "[red]DIFFERS[/red]"
+            else Text("DIFFERS", style="red")
             if row.error is None
-            else "[red]FAILED[/red]"
+            else Text("FAILED", style="red")
         )
         table.add_row(row.strategy, str(row.num_ranks), row.optimizer, *figures, verdict)
     return table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 import time
 from collections import deque
@@ -23,12 +23,15 @@ from rung.live import Live, RankFigures, live_path, read_live
 from rung.processes import is_running, machine_name
 from rung.sizes import human_bytes, human_seconds
 from rung.status import RankStatus, read_statuses
+from rung.untrusted import lines_of, open_regular, parse_json, printable
 
 _POLL_SECONDS = 0.5
 _RECENT = 50  # steps from which the time left is guessed
 _STILL_SECONDS = 20.0  # without any rank coming forward, before it is worth a word
 _SILENT_SECONDS = 300.0  # without news of a run on another machine
+_MOST_CHARACTERS = 40  # of a figure that is no number
 _PHASES = ("data", "forward", "backward", "update")
+_MAX_METRICS = 2**34  # bytes; a hundred million steps
 _FEW_RANKS = 24  # that are shown where the height of the terminal says nothing
 
 
@@ -48,8 +51,8 @@ class Picture:
 
     @property
     def step(self) -> int:
-        told = self.steps[-1]["step"] if self.steps else self.facts.get("step", 0)
-        return max(int(told), self.live.step if self.live is not None else 0)
+        told: int = self.steps[-1]["step"] if self.steps else self.facts.get("step", 0)
+        return max(told, self.live.step if self.live is not None else 0)
 
     @property
     def seconds_left(self) -> float | None:
@@ -84,9 +87,9 @@ class Watcher:
             name=self._run.resolve().name,
             state=self._state(is_here, len(told) > len(own), live),
             facts=self._facts,
-            steps=tuple(step for line in self._steps if (step := _parsed(line)) is not None),
-            evaluation=_parsed(self._last.get("eval")),
-            checkpoint=_parsed(self._last.get("checkpoint")),
+            steps=tuple(step for line in self._steps if (step := _step_of(_parsed(line))) is not None),
+            evaluation=_event_of(_parsed(self._last.get("eval"))),
+            checkpoint=_event_of(_parsed(self._last.get("checkpoint"))),
             live=live,
             statuses=self._statuses() if is_here else {},
             now=time.monotonic(),
@@ -110,18 +113,23 @@ class Watcher:
 
     def _read_metrics(self) -> None:
         try:
-            with (self._run / "metrics.jsonl").open("rb") as file:
-                if file.seek(0, 2) < self._offset:  # another run's
+            with open_regular(self._run / "metrics.jsonl") as file:
+                size = file.seek(0, 2)
+                if size > _MAX_METRICS:
+                    raise ConfigError(f"{file.name} has {size:,} bytes: no run writes as many.")
+                if size < self._offset:  # another run's
                     self._offset = 0
                     self._forget()
                 file.seek(self._offset)
-                for line in file:
+                for line in lines_of(file):
                     if not line.endswith(b"\n"):
                         break  # half a line; it is read again when it is whole
-                    self._offset += len(line)
+                    self._offset = file.tell()
                     self._take(line)
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise ConfigError(f"{self._run / 'metrics.jsonl'} cannot be read: {error.strerror}.") from None
 
     def _take(self, line: bytes) -> None:
         """Sort a line by how it begins: most are steps, and of those only the last are ever parsed."""
@@ -133,12 +141,12 @@ class Watcher:
             return
         event = row["event"]
         if event in ("start", "resume"):
-            self._facts = {"step": 0, **row}
+            self._facts = _facts_of(row)
             self._steps.clear()
             self._has_ended = False
         elif event == "end":
             self._has_ended = True
-            self._facts["seconds"] = row["seconds"]
+            self._facts["seconds"] = _measure(row.get("seconds")) or 0.0
         elif event in ("eval", "checkpoint"):
             self._last[event] = line
 
@@ -146,7 +154,7 @@ class Watcher:
 def watch_command(run: str | None, *, once: bool) -> int:
     """Show a run until it ends, or one picture of it where nobody looks on."""
     watcher = Watcher(_find(run))
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
     picture = watcher.look()
     if once or not console.is_terminal:
         if not console.is_terminal:
@@ -188,22 +196,22 @@ def draw(picture: Picture, num_rows: int) -> RenderableType:
     if picture.facts:
         parts.append(_progress(picture))
     if picture.steps:
-        parts.append(Text(_figures(picture)))
-    parts += [Text(line) for line in _events(picture)]
+        parts.append(Text(printable(_figures(picture))))
+    parts += [Text(printable(line)) for line in _events(picture)]
     live = picture.live
     if live is not None and live.ranks:
         parts += [Text(""), _ranks(picture, live, num_rows)]
-        parts += [Text(slow.text, style="bold red") for slow in live.slow]
-    parts += [Text(line, style="yellow") for line in _stillness(picture)]
+        parts += [Text(printable(slow.text), style="bold red") for slow in live.slow]
+    parts += [Text(printable(line), style="yellow") for line in _stillness(picture)]
     return Group(*parts)
 
 
 def _headline(picture: Picture) -> Text:
     styles = {"running": "green", "finished": "green", "stopped": "red", "silent": "yellow"}
     facts = picture.facts
-    plural = "s" if facts.get("ranks", 0) > 1 else ""
-    words = f"  {facts['strategy']} on {facts['ranks']} {facts['device']} rank{plural}" if facts else ""
-    text = Text(picture.name, style="bold")
+    plural = "s" if facts and facts["ranks"] > 1 else ""
+    words = printable(f"  {facts['strategy']} on {facts['ranks']} {facts['device']} rank{plural}") if facts else ""
+    text = Text(printable(picture.name), style="bold")
     text.append(words, style="not bold")
     text.append(f"  {_state_words(picture)}", style=f"not bold {styles.get(picture.state, 'yellow')}")
     return text
@@ -237,7 +245,7 @@ def _progress(picture: Picture) -> RenderableType:
 def _figures(picture: Picture) -> str:
     last = picture.steps[-1]
     seconds = sum(row["step_seconds"] for row in picture.steps)
-    samples = sum(float(row["samples_per_second"]) * row["step_seconds"] for row in picture.steps)
+    samples = sum(row["samples_per_second"] * row["step_seconds"] for row in picture.steps)
     told = [f"epoch {last['epoch'] + 1}", f"loss {_number(last['loss'])}"]
     norm = next((row["grad_norm"] for row in reversed(picture.steps) if row.get("grad_norm") is not None), None)
     if norm is not None:
@@ -313,10 +321,42 @@ def _stillness(picture: Picture) -> list[str]:
 def _parsed(line: bytes | None) -> dict[str, Any] | None:
     """None for a line that is damaged, too: the others tell enough."""
     try:
-        row = json.loads(line) if line is not None else None
+        row = parse_json(line) if line is not None else None
     except ValueError:
         return None
     return row if isinstance(row, dict) and "event" in row else None
+
+
+def _facts_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run tells when it begins, with the types that drawing needs."""
+    words = {key: str(row.get(key, "?")) for key in ("strategy", "device")}
+    counts = {"step": _count(row.get("step")) or 0, "ranks": _count(row.get("ranks")) or 0}
+    return {**words, **counts, "total_steps": _count(row.get("total_steps"))}
+
+
+def _step_of(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    step, epoch = _count(row.get("step")), _count(row.get("epoch"))
+    seconds, rate = _measure(row.get("step_seconds")), row.get("samples_per_second")
+    if step is None or epoch is None or seconds is None:
+        return None
+    # What is no number, such as a loss of "nan", is shown as it is.
+    told = {key: row.get(key) for key in ("loss", "grad_norm")}
+    return {**told, "step": step, "epoch": epoch, "step_seconds": seconds, "samples_per_second": _measure(rate) or 0.0}
+
+
+def _event_of(row: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    return row if row is not None and _count(row.get("step")) is not None else None
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**53 else None
+
+
+def _measure(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) and 0 <= value < 1e15 else None
 
 
 def _clock(seconds: float) -> str:
@@ -328,5 +368,5 @@ def _clock(seconds: float) -> str:
 
 def _number(value: Any) -> str:
     if not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return str(value)[:_MOST_CHARACTERS]
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -24,8 +24,8 @@ _WIDTH = 110
 @contextmanager
 def progress(cases: tuple[Case, ...]) -> Iterator[Any]:
     """A function to be called with all that is told; it counts records. Silent where nobody watches."""
-    console = Console(file=sys.stderr)
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(file=sys.stderr, markup=False)
+    parts = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task(_doing(cases, 0), total=len(cases))
         done = 0
@@ -49,7 +49,7 @@ def _doing(cases: tuple[Case, ...], number: int) -> str:
 
 
 def show(sweep: Sweep, paths: list[str]) -> None:
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
     console.width = max(console.width, _WIDTH)  # mpirun's terminal has 80 columns, whatever one looks at
     about = sweep.environment
     hosts = len(about["hosts"])

@@ -21,9 +21,11 @@ from rung.checkpoint.plan import OpenFiles, dtype_of, read_whole
 from rung.checkpoint.survey import Found, Place, best_whole, look, survey
 from rung.disk import free_bytes, is_full, room
 from rung.errors import CheckpointError, ConfigError
+from rung.untrusted import read_json
 
 PICKLED = (".pt", ".pth")
 DEFAULT_SHARD_BYTES = 5 * 10**9
+_MAX_INDEX = 2**28
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -137,10 +139,10 @@ def of_file(path: Path, notes: list[str] | None = None) -> Source:
         with file.open(key) as value:
             return value.clone()
 
-    step = str(file.metadata.get("step", ""))
+    step = file.metadata.get("step", "")
     return Source(
         f"the weights of the run's end, {path.name}",
-        int(step) if step.isdecimal() else None,
+        int(step) if re.fullmatch("[0-9]{1,15}", step) else None,
         [Entry(key, *file.look(key)) for key in file.keys()],  # noqa: SIM118
         read,
         notes=notes if notes is not None else [],
@@ -178,7 +180,7 @@ def export(source: Source, output: Path, *, shard_bytes: int | None = None, forc
         for path in replaced.difference(files):
             path.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
-        told = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        told = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
         if is_full(error):
             told = f"{told}; {room(source.num_bytes, free_bytes(output))}"
         raise CheckpointError(f"{output} could not be written: {told}.") from error
@@ -247,7 +249,7 @@ def _once(source: Source, key: str, values: dict[str, Tensor]) -> Tensor:
 def _files_of(index: Path) -> list[Path]:
     """What an older export consists of, if there is one: replaced as a whole, or its shards would be left over."""
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        names = set(read_json(index, _MAX_INDEX)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     stem = re.escape(index.name.removesuffix(".safetensors.index.json"))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rung.checkpoint.manifest import are_sizes
 from rung.errors import CheckpointError
+from rung.untrusted import open_regular, parse_json
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -125,6 +126,7 @@ def wide_first(entries: Sequence[Entry]) -> list[Entry]:
 def partial_file(path: Path) -> Iterator[Path]:
     """Another name to write to: `path` gets what is there in the end, and nothing if that fails."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # one that was left behind may be a link
     try:
         yield partial
         os.replace(partial, path)
@@ -142,17 +144,19 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER, size - 8):
-                raise CheckpointError(f"{path} is damaged: it has no header of a safetensors file.")
-            try:
-                header = json.loads(file.read(length))
-                self.metadata: dict[str, str] = dict(header.pop("__metadata__", {}))
-                self._places = _checked(header, size - 8 - length)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise CheckpointError(f"{path} is damaged: its header cannot be read.") from None
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                length = int.from_bytes(file.read(8), "little")
+                if not 2 <= length <= min(_MAX_HEADER, size - 8):
+                    raise CheckpointError(f"{path} is damaged: it has no header of a safetensors file.")
+                header = parse_json(file.read(length))
+            self.metadata: dict[str, str] = _metadata(header.pop("__metadata__", {}))
+            self._places = _checked(header, size - 8 - length)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError(f"{path} is damaged: its header cannot be read.") from None
         self._data = 8 + length
 
     def keys(self) -> list[str]:
@@ -180,9 +184,14 @@ class TensorFile:
             return
         begin = self._data + start
         page = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        with self.path.open("rb") as file:
-            # A private mapping, so that torch may have it; nothing is written.
-            memory = mmap.mmap(file.fileno(), begin - page + num_bytes, access=mmap.ACCESS_COPY, offset=page)
+        try:
+            with open_regular(self.path) as file:
+                # A private mapping, so that torch may have it; nothing is written.
+                memory = mmap.mmap(file.fileno(), begin - page + num_bytes, access=mmap.ACCESS_COPY, offset=page)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
+        except ValueError:  # it is shorter than when its header was read
+            raise CheckpointError(f"{self.path} is damaged: it was cut short.") from None
         # The mapping goes when the last tensor over it does.
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=begin - page)
         if flat.data_ptr() % wanted.itemsize:
@@ -194,6 +203,12 @@ class TensorFile:
             return self._places[key]
         except KeyError:
             raise CheckpointError(f"{self.path} is damaged: it has no tensor {key!r}.") from None
+
+
+def _metadata(told: Any) -> dict[str, str]:
+    if not isinstance(told, dict) or not all(isinstance(value, str) for value in told.values()):
+        raise ValueError
+    return told
 
 
 def _checked(header: dict[str, Any], num_bytes: int) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:

@@ -129,8 +129,8 @@ def _content(folder: Path, world: World, sites: Sites) -> tuple[dict[str, Any] |
         if composed is not None:
             check_content(composed, folder)
             return composed, None
-    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
-        return None, f"the notes in {folder} make no sense: {error}."
+    except CheckpointError as error:
+        return None, f"{folder}: {error}"
     return None, next((problem for _, problem, _ in told if problem is not None), None)
 
 
@@ -167,6 +167,18 @@ def _whole_copies(checkpoint: Checkpoint, world: World, sites: Sites) -> list[_C
 
 def restore(runtime: MeshRuntime, checkpoint: Checkpoint, *, seed: int) -> None:
     """Weights, optimizer, schedule, scaler; where the topology is the one it was saved under, random generators too."""
+    try:
+        _restore(runtime, checkpoint, seed=seed)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # Whole and of the right shapes, but with values that the model, the optimizer or the schedule does not take.
+        # Not RuntimeError: that is what a lost connection and a full GPU are told by.
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be restored into this task: {type(error).__name__}: {error}. Its model, "
+            "optimizer and schedule must be those of the run."
+        ) from error
+
+
+def _restore(runtime: MeshRuntime, checkpoint: Checkpoint, *, seed: int) -> None:
     manifest, world = checkpoint.manifest, runtime.world
     restorer = Restorer(runtime, manifest)
     with torch.no_grad():

@@ -14,17 +14,20 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rung.errors import CheckpointError
+from rung.untrusted import open_regular, parse_json, read_regular
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_FOLDER = re.compile(r"step-(\d{8,})")
+_FOLDER = re.compile(r"step-([0-9]{8,15})")
 _FILE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
 _BLOCK = 4 * 2**20
 _MAX_MANIFEST = 2**30
+_MAX_CUTS = 6  # dimensions along which one tensor is cut; a mesh of all strategies together cuts two
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """A file that is there completely or not at all, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    partial.unlink(missing_ok=True)  # one that was left behind may be a link
+    with partial.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -89,19 +93,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder. Raises CheckpointError that names the file and what is wrong with it."""
     path = folder / MANIFEST
     try:
-        if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_MANIFEST):
-            raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_regular(path, _MAX_MANIFEST))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished.") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is damaged: it is not JSON.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     if not isinstance(content, dict) or "format" not in content:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
     if content["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {content['format']}; this version of Rung reads format {FORMAT}.")
+        raise CheckpointError(
+            f"{path} has format {content['format']!r:.60}; this version of Rung reads format {FORMAT}."
+        )
     digest = content.pop("digest", None)
     if digest != _digest_of(content):
         raise CheckpointError(f"{path} is damaged: its content does not match its digest.")
@@ -120,7 +124,7 @@ def check_content(content: Mapping[str, Any], path: Path) -> None:
             raise CheckpointError(f"{path} names a file that cannot be its own: {strange!r}.")
         problem = _find_nonsense(content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        problem = f"{type(error).__name__} {error}"
+        problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint: {problem}.")
 
@@ -136,24 +140,42 @@ def _find_nonsense(content: Mapping[str, Any]) -> str | None:
         return "its evaluation makes no sense"
     if not isinstance(content.get("finite"), bool | None):
         return "what it says of its step makes no sense"
-    optimizer = content["optimizer"]
-    if not isinstance(optimizer["groups"], list) or not isinstance(optimizer["values"], dict):
+    if not _is_optimizer(content["optimizer"]) or not {"schedule", "scaler"} <= content.keys():
         return "its optimizer makes no sense"
     for name, file in content["files"].items():
         if not are_sizes([file["bytes"]]) or not re.fullmatch("[0-9a-f]{64}", file["sha256"]):
             return f"what it says of {name} makes no sense"
+    # What a load makes room for is bounded by the files: each part of them stands for one chunk, of a byte or more for
+    # each element.
+    left, taken = {name: file["bytes"] for name, file in content["files"].items()}, set()
     for name, tensor in content["tensors"].items():
-        if not isinstance(tensor["dtype"], str) or not are_sizes(tensor["shape"]) or not _fills(tensor):
+        if not isinstance(tensor["dtype"], str):
             return f"what it says of {name} makes no sense"
+        if (problem := find_untiled(tensor)) is not None:
+            return f"the chunks of {name} {problem}"
         for chunk in tensor["chunks"]:
-            if chunk["file"] not in content["files"] or not isinstance(chunk["key"], str):
+            file, key = chunk["file"], chunk["key"]
+            if file not in left or not isinstance(key, str):
                 return f"{name} lies in a file that is not its own"
-            if math.prod(chunk["shape"]) > content["files"][chunk["file"]]["bytes"]:
+            if (file, key) in taken:
+                return f"{key} in {file} is part of two tensors, or twice of one"
+            taken.add((file, key))
+            left[file] -= math.prod(chunk["shape"])
+            if left[file] < 0:
                 return f"{name} is larger than its file"
     for name, stored in content["state_dict"].items():
         if f"model/{stored}" not in content["tensors"]:
             return f"{name} is not in it"
     return None if all(isinstance(name, str) for name in content["computed"]) else "its names make no sense"
+
+
+def _is_optimizer(optimizer: Mapping[str, Any]) -> bool:
+    groups, values, others = optimizer["groups"], optimizer["values"], optimizer.get("others", [])
+    if not isinstance(optimizer["class"], str) or not isinstance(groups, list) or not isinstance(values, dict):
+        return False
+    if not isinstance(others, list) or not all(isinstance(one, list) and len(one) == 2 for one in others):
+        return False
+    return all(isinstance(one, dict) for one in (*groups, *values.values()))
 
 
 def _is_evaluation(content: Mapping[str, Any]) -> bool:
@@ -172,17 +194,36 @@ def are_sizes(values: Any) -> bool:
     return isinstance(values, list) and len(values) <= 64 and all(type(n) is int and 0 <= n < 2**48 for n in values)
 
 
-def _fills(tensor: Mapping[str, Any]) -> bool:
-    """Whether the chunks of a tensor lie within it and are as large as it is, all together."""
-    shape, volume = tensor["shape"], 0
-    for chunk in tensor["chunks"]:
+def find_untiled(tensor: Mapping[str, Any]) -> str | None:
+    """What is wrong with the chunks of a tensor, unless they tile it: inside it, without a gap and without an overlap.
+
+    The sum of the chunks' indicator functions is that of the whole exactly if their mixed differences are, and these
+    are a sign at each corner: time and memory grow with the number of chunks, however they lie.
+    """
+    shape, chunks = tensor["shape"], tensor["chunks"]
+    if not are_sizes(shape) or not isinstance(chunks, list):
+        return "make no sense"
+    boxes = []
+    for chunk in chunks:
         offsets, lengths = chunk["offsets"], chunk["shape"]
         if not (are_sizes(offsets) and are_sizes(lengths) and len(offsets) == len(lengths) == len(shape)):
-            return False
+            return "make no sense"
         if any(offset + length > size for offset, length, size in zip(offsets, lengths, shape, strict=True)):
-            return False
-        volume += math.prod(lengths)
-    return bool(volume == math.prod(shape))
+            return "lie outside of it"
+        if math.prod(lengths):
+            boxes.append(list(zip(offsets, lengths, strict=True)))
+    if not math.prod(shape):
+        return None
+    cut = [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
+    if len(cut) > _MAX_CUTS:
+        return f"cut it along more than {_MAX_CUTS} dimensions"
+    signs: dict[tuple[int, ...], int] = {}
+    whole = [(0, shape[dim]) for dim in cut]
+    for box, weight in [(whole, -1), *(([box[dim] for dim in cut], 1) for box in boxes)]:
+        for ends in product((0, 1), repeat=len(cut)):
+            corner = tuple(offset + end * length for (offset, length), end in zip(box, ends, strict=True))
+            signs[corner] = signs.get(corner, 0) + weight * (-1) ** sum(ends)
+    return "overlap or leave a gap" if any(signs.values()) else None
 
 
 def find_damage(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, thorough: bool = True) -> str | None:
@@ -207,7 +248,7 @@ def find_damage(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, t
 
 def digest_of_file(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -251,16 +292,20 @@ def partial_of(checkpoints: Path, step: int) -> Path:
 def put_in_place(partial: Path, folder: Path) -> None:
     """A written checkpoint under its name; one of the same step gives way in the same moment."""
     old = folder.with_name(f".{folder.name}.old")
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if folder.exists() or folder.is_symlink():
+        remove(old)
         folder.rename(old)
     partial.rename(folder)
     sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 def remove(folder: Path) -> None:
-    """The manifest goes first: a checkpoint that is being removed is none."""
+    """The manifest goes first: a checkpoint that is being removed is none. Of a link to a directory only the link goes:
+    what it leads to is not this run's."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from rung.checkpoint.state import optimizer_parameters, tensors_to_save
+from rung.errors import CheckpointError
 from rung.parallel.compression import Slots
 from rung.parallel.materialize import is_absent
 from rung.runtime.compressed import CompressedRuntime
@@ -102,6 +103,8 @@ class Kept:
         found = [self.read(f"rank/{rank}/{self.kind}/{name}") for rank in ranks]
         if not found[0].is_floating_point():
             return found[0]
+        if any(tensor.shape != found[0].shape for tensor in found):
+            raise CheckpointError(f"the checkpoint's ranks have {name} in different shapes.")
         return torch.stack([tensor.to(torch.float64) for tensor in found]).mean(dim=0).to(found[0].dtype)
 
 
@@ -127,7 +130,7 @@ def _restore_compression(runtime: MeshRuntime, kept: Kept, names: list[str]) -> 
         for key, vector in exchange.vectors().items():
             for name, view in _named_views(exchange.slots, vector):
                 if view.numel() > 0:
-                    view.copy_(kept.get(f"{name}/{key}").view_as(view))
+                    view.copy_(_shaped(kept.get(f"{name}/{key}"), view, f"{name}/{key}"))
         exchange.restore({name: kept.get(name) for name in names if "/" not in name})
         if kept.own_rank is None and saved:
             runtime.notes.append(
@@ -148,7 +151,7 @@ def _give_back_momentum(runtime: MeshRuntime, kept: Kept, names: set[str]) -> No
     for name, parameter in optimizer_parameters(runtime):
         buffer = runtime.optimizer.state.get(parameter, {}).get("momentum_buffer")
         if buffer is not None and f"{name}/velocity" in names:
-            buffer.add_(_cut_like(mean.get(f"{name}/velocity"), buffer))
+            buffer.add_(_cut_like(mean.get(f"{name}/velocity"), buffer, f"{name}/velocity"))
 
 
 def _restore_local(runtime: MeshRuntime, kept: Kept, names: list[str]) -> None:
@@ -161,7 +164,7 @@ def _restore_local(runtime: MeshRuntime, kept: Kept, names: list[str]) -> None:
         targets |= {f"{owner}/state/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
     for name in names:
         if name in targets and not is_absent(targets[name]):
-            targets[name].copy_(_cut_like(kept.get(name), targets[name]))
+            targets[name].copy_(_cut_like(kept.get(name), targets[name], name))
     if isinstance(runtime, LocalStepsRuntime):
         runtime.averaging.num_steps = int(kept.get("steps"))
         if kept.own_rank is None:
@@ -180,13 +183,21 @@ def _restore_outer(runtime: LocalStepsRuntime, manifest: Mapping[str, Any], read
         vector = averaging.slots.zeros()
         for name, view in _named_views(averaging.slots, vector):
             if view.numel() > 0:
-                view.copy_(read(f"outer/{name}/{key}"))
+                view.copy_(_shaped(read(f"outer/{name}/{key}"), view, f"outer/{name}/{key}"))
         setattr(averaging, key, vector)
 
 
-def _cut_like(whole: Tensor, target: Tensor) -> Tensor:
+def _shaped(flat: Tensor, target: Tensor, name: str) -> Tensor:
+    if flat.numel() != target.numel():
+        raise CheckpointError(
+            f"the checkpoint is of another model: {name} has {flat.numel()} elements there and {target.numel()} here."
+        )
+    return flat.reshape(target.shape)
+
+
+def _cut_like(whole: Tensor, target: Tensor, name: str) -> Tensor:
     """Numbers of a whole tensor in the form that it has here."""
-    shaped = whole.view(target.shape).to(device=target.device, dtype=target.dtype)
+    shaped = _shaped(whole, target, name).to(device=target.device, dtype=target.dtype)
     if not isinstance(target, DTensor):
         return shaped
     mesh = target.device_mesh

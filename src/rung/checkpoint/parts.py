@@ -17,17 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rung.checkpoint.manifest import folder_of, steps_in, write_whole
+from rung.checkpoint.manifest import are_sizes, folder_of, steps_in, write_whole
 from rung.checkpoint.own import common_tensors, has_own_state
 from rung.checkpoint.plan import SharePlan, holes, join
 from rung.checkpoint.share import Position, Share, Stager, make_share, merge
 from rung.checkpoint.sites import Sites, host_group, mirror
+from rung.errors import CheckpointError
 from rung.generators import Marks
 from rung.parallel.materialize import is_absent
 from rung.runtime.mesh import MeshRuntime
+from rung.untrusted import read_json
 
 log = logging.getLogger("rung")
 
+_MAX_NOTE = 2**28
+_MOST_RANKS = 2**20
 _SMALL = 2**16  # elements of a buffer that may be running statistics; larger ones are tables, which nobody changes
 
 
@@ -42,7 +46,7 @@ def read_notes(folder: Path) -> list[dict[str, Any]]:
     notes = []
     for path in sorted(folder.glob("rank-*.json")):
         try:
-            notes.append(json.loads(path.read_bytes()))
+            notes.append(read_json(path, _MAX_NOTE))
         except (OSError, ValueError):
             continue  # of no use; the others may do
     return notes
@@ -50,13 +54,20 @@ def read_notes(folder: Path) -> list[dict[str, Any]]:
 
 def compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The manifest's content of a step from its ranks' notes; None if they do not make a whole."""
-    if not notes:
-        return None
+    try:
+        return _compose(notes) if notes else None
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"the ranks' notes make no sense: {type(error).__name__}: {error}.") from error
+
+
+def _compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
     by_rank = {int(note["rank"]): note for note in notes}
     facts = next(iter(by_rank.values()))["facts"]
     same = [note for note in by_rank.values() if note["facts"]["topology"] == facts["topology"]]
     present = {int(note["rank"]) for note in same}
-    everyone = set(range(int(facts["ranks"])))
+    if not are_sizes([facts["ranks"]]) or facts["ranks"] > _MOST_RANKS:
+        raise ValueError(f"{facts['ranks']!r:.60} ranks")
+    everyone = set(range(facts["ranks"]))
     # Where random numbers are drawn, each rank's own generators are part of the whole.
     if any(note["needs_all"] for note in same):
         if present != everyone:

@@ -1,11 +1,22 @@
-"""Where the state of a run may lie. Nothing here needs torch."""
+"""Where the state of a run may lie, and what else it writes into its directory. Nothing here needs torch."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
+
+from rung.errors import ConfigError
+from rung.untrusted import find_escapes
+
+# How everything begins that a run writes into its directory, trackers included.
+_WRITTEN = (
+    "checkpoints", "rescue", "logs", "metrics", "config", "model", "state", "sites", "tensorboard", "profile", "wandb",
+    "mlflow", "mlruns", "trackio",
+)  # fmt: skip
+_MOST_NAMED = 3
 
 
 def checkpoints_folder(run_dir: Path) -> Path:
@@ -31,6 +42,21 @@ def state_folders(run_dir: Path) -> dict[str, Path]:
         "rescue": rescue_folder(run_dir),
         "memory": memory_folder(run_dir),
     }
+
+
+def refuse_escapes(run_dir: Path, names: Collection[str] = _WRITTEN) -> None:
+    """Refuse to write into a directory whose files lead elsewhere: in a run that someone else sent, the log of a rank
+    may be a link to a file of one's own. `names` is how that begins which is written. The directory may be a link."""
+    try:
+        found = find_escapes(run_dir, names)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or run_dir} cannot be read: {error.strerror}.") from None
+    if found:
+        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        raise ConfigError(
+            f"{run_dir} leads out of itself: {'; '.join(found[:_MOST_NAMED])}{more}. A run writes and deletes there. "
+            "Put what they lead to in their place, or link the whole directory of the run."
+        )
 
 
 def _is_ours(folder: Path) -> bool:

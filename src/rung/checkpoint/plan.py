@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from rung.checkpoint.files import DTYPES, Entry, TensorFile, dtype_name
-from rung.checkpoint.manifest import Checkpoint
+from rung.checkpoint.manifest import Checkpoint, find_untiled
 from rung.errors import CheckpointError
 from rung.world import World
 
@@ -131,12 +131,8 @@ def join(descriptions: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def holes(tensors: Mapping[str, Any]) -> list[str]:
-    """Tensors that the chunks do not fill."""
-    return [
-        name
-        for name, tensor in tensors.items()
-        if sum(math.prod(chunk["shape"]) for chunk in tensor["chunks"]) != math.prod(tensor["shape"])
-    ]
+    """Tensors that the chunks do not tile."""
+    return [name for name, tensor in tensors.items() if find_untiled(tensor) is not None]
 
 
 def read_into(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
@@ -179,7 +175,11 @@ def read_whole(checkpoint: Checkpoint, name: str, files: OpenFiles | None = None
     """One tensor, whole, on the host. Whoever reads many passes the open files along."""
     files = files or OpenFiles(checkpoint)
     saved = checkpoint.manifest["tensors"][name]
-    value = torch.empty(saved["shape"], dtype=dtype_of(checkpoint, name))
+    dtype = dtype_of(checkpoint, name)
+    try:
+        value = torch.empty(saved["shape"], dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(f"{checkpoint.path}: there is no room for {name}, {saved['shape']} {dtype}.") from error
     for chunk in saved["chunks"]:
         place = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["shape"], strict=True))
         with files.open(chunk, value.dtype) as part:

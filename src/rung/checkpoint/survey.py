@@ -97,6 +97,13 @@ def look(path: Path, step: int, kind: str = "checkpoints", *, thorough: bool = T
 
 def survey(place: Place, *, thorough: bool = True, tell: Callable[[Path], None] = lambda path: None) -> list[Found]:
     """All that may be checkpoints, oldest first, in the order of preference of one that resumes."""
+    try:
+        return _survey(place, thorough, tell)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or place.called} cannot be read: {error.strerror}.") from None
+
+
+def _survey(place: Place, thorough: bool, tell: Callable[[Path], None]) -> list[Found]:
     if place.one is not None:
         tell(place.one)
         found = look(place.one, -1, thorough=thorough)
@@ -147,6 +154,6 @@ def _compose(path: Path) -> Checkpoint | None:
         if content is None:
             return None
         check_content(content, path)
-    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
+    except CheckpointError:
         return None
     return Checkpoint(path, content)

@@ -51,10 +51,10 @@ def compare_command(asked: Asked) -> int:
     _refuse(asked)
     warm_up(_PRELOADED)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what ranks have to say is in their logs
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 160
-    document, folder = compare(asked, Console(file=sys.stderr, highlight=False))
+    document, folder = compare(asked, Console(file=sys.stderr, highlight=False, markup=False))
     from rung.compare.view import show
     from rung.report import as_markdown, write_page
 
@@ -116,7 +116,7 @@ def _measure(
     device = choose_device(config.device, config.backend, 0, nproc)
     halves = {one.config.precision: one.config for one in variants}
     for warning in filter(None, map(half_precision_warning, halves.values())):
-        messages.print(f"[yellow]warning: {warning}[/yellow]", soft_wrap=True)
+        messages.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     folder = new_run_dir(task.name, "compare", None)
     bench = Bench(
         str(Path(asked.task).resolve()), dict(arguments), folder, asked.repeats, warmup, device.type == "cuda"
@@ -124,7 +124,11 @@ def _measure(
     assert config.steps is not None
     total = len(variants) * (asked.repeats * config.steps + (config.steps + 1) // 2)
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=messages, transient=True
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=messages,
+        transient=True,
     ) as progress:
         bar = progress.add_task("starting", total=total)
         done = _Done(config.steps)

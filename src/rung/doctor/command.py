@@ -52,7 +52,7 @@ def doctor_command(asked: Asked) -> int:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             warm_up(["rung.doctor.ranks", "torch.distributed.tensor"])
         importlib.import_module("rung.doctor.ranks")  # torch, while a signal may still end this process at once
-    console = Console(file=sys.stderr)
+    console = Console(file=sys.stderr, markup=False)
     with console.status("looking at this machine") if place is None else contextlib.nullcontext():
         own = _look_here(asked, place)
         is_told, findings = _examine_as_rank(asked, place, own) if place is not None else _examine(asked, own)
@@ -126,7 +126,7 @@ def _tell(findings: Sequence[Finding], *, as_json: bool) -> None:
         content = {"verdict": worst(findings), "checks": [asdict(finding) for finding in findings]}
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
     width = max(len(finding.check) for finding in findings)
     for finding in fold(findings):
         where = f" [{finding.where}]" if finding.where else ""

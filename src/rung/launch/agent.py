@@ -142,7 +142,7 @@ class RankAgent(LocalElasticAgent):
         folder = self._folder / "failures"
         try:
             folder.mkdir(exist_ok=True)
-            numbers = [int(path.stem) for path in folder.glob("*.txt") if path.stem.isdigit()]
+            numbers = [int(path.stem) for path in folder.glob("*.txt") if path.stem.isdecimal()]
             path = folder / f"{max(numbers, default=0) + 1:03d}.txt"
             path.write_text(f"{outcome.report}\n")
         except OSError as error:

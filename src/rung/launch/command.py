@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rung.agreement import refuse_best_without_evaluation, refuse_contradictions
+from rung.checkpoint.places import refuse_escapes
 from rung.config import Resolved, RunConfig, count_range, read_toml, resolve
 from rung.disk import check_folder, writing
 from rung.environment import Place
@@ -33,6 +34,7 @@ from rung.launch.where import place_of_command, take_told
 from rung.looking import refuse_missing_trackers, tracker_names
 from rung.strategy import Layout, default_name, fit, natural_num_ranks, parse
 from rung.task import Task, load_task
+from rung.untrusted import printable
 from rung.version import VERSION
 
 if TYPE_CHECKING:
@@ -185,7 +187,7 @@ def train(
             warm_up()
         # C++ in this process has nothing to say to a user; that of the ranks writes to their logs.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        console = Console(file=sys.stdout) if place is None else _open_console(place)
+        console = Console(file=sys.stdout, markup=False) if place is None else _open_console(place)
         run = None
         if resume_if_there:
             run = old_run.run_if_there(load_task(path), resume, flags.get("out"))
@@ -210,7 +212,7 @@ def train(
 
         warning = half_precision_warning(plan.config)
         if warning:
-            console.print(f"[yellow]warning: {warning}[/yellow]", highlight=False, soft_wrap=True)
+            console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True, markup=False)
         if place is not None:
             return _take_part(path, plan, place, run)
         meeting, folder, is_new = _go_to_meeting(plan, path, run, console, may_begin=resume_if_there)
@@ -289,7 +291,7 @@ def _job(path: str | Path, plan: Plan, folder: Path, *, is_resumed: bool) -> Job
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
+    console.print(printable(text, keep="\n"), highlight=False, soft_wrap=True, markup=False)
 
 
 def _say_done(console: Console, summary: Summary, folder: Path, seconds: float) -> None:
@@ -318,7 +320,7 @@ def _says_that_all_is_done(plan: Plan, run: Path, console: Console) -> bool:
     base = old_run.settings_of(run, set())
     longer = old_run.new_length(base, plan.config)
     if longer is None and old_run.is_finished(run, plan.config):
-        console.print(f"{run} is finished: there is nothing to go on with", highlight=False, soft_wrap=True)
+        _say(console, f"{run} is finished: there is nothing to go on with")
         return True
     for line in (longer, old_run.machines_left_out(run, plan.config)):
         if line is not None:
@@ -338,7 +340,7 @@ def _go_to_meeting(
     if terms.nodes[1] > 1:
 
         def say(text: str) -> None:
-            console.print(text, highlight=False, soft_wrap=True)
+            _say(console, text)
 
         assert terms.rdzv is not None
         meeting = open_meeting(terms.rdzv, shared_key(plan.config.rdzv_key), terms.nodes, say)
@@ -355,6 +357,7 @@ def _go_to_meeting(
 
 def _take_folder(plan: Plan, folder: Path, agree: Callable[[str], str], *, is_new: bool) -> None:
     """Make a directory that of this run, if it is no other's."""
+    refuse_escapes(folder)
     other = running_launcher(folder / ".state")
     if other is not None:
         raise ConfigError(f"{folder} is being run already, by process {other}. Stop it first, or wait for its end.")

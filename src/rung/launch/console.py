@@ -6,7 +6,6 @@ Shows rank 0's lines, a progress bar from the metrics, and warnings of other ran
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import textwrap
@@ -18,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from rung.disk import trouble_with
 from rung.status import StatusBoard
+from rung.untrusted import parse_json, printable
 
 WARNING_MARK = "WARNING: "
 ATTEMPT_MARK = "---- attempt "
@@ -93,10 +92,10 @@ class JobConsole:
         if not self._quiet and self._console.is_terminal:
             self._progress = Progress(
                 SpinnerColumn(),
-                TextColumn("[progress.description]{task.description}"),
+                TextColumn("{task.description}", style="progress.description", markup=False),
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}", markup=False),
                 TimeRemainingColumn(),
                 console=self._console,
                 transient=True,
@@ -124,7 +123,7 @@ class JobConsole:
     def say(self, text: str) -> None:
         """A line of the launcher's own."""
         if not self._quiet:
-            self._console.print(Text(text), highlight=False, soft_wrap=True)
+            self._console.print(Text(printable(text, keep="\n")), highlight=False, soft_wrap=True)
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
@@ -138,8 +137,9 @@ class JobConsole:
                 for line in tail.rest() if is_last else tail.lines():
                     self._show_line(rank, line)
             for line in self._metrics.lines():
-                with contextlib.suppress(ValueError, KeyError):  # half a line, where a full disk took no more
-                    self._take(json.loads(line))
+                # What cannot be shown is no reason to stop showing: this thread is the only one that writes.
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    self._take(parse_json(line.encode()))
             if not is_last:
                 self._draw()
         except BrokenPipeError:
@@ -165,9 +165,8 @@ class JobConsole:
             )
             if text not in self._told:
                 self._told.add(text)
-                self._console.print(
-                    f"[yellow]rank {rank}: warning: {escape(text)}[/yellow]", highlight=False, soft_wrap=True
-                )
+                shown = Text(f"rank {rank}: warning: {text}", style="yellow")
+                self._console.print(shown, highlight=False, soft_wrap=True)
         elif rank == 0 and not _CPP_LOG.match(line):
             self._console.print(Text(line), highlight=False, soft_wrap=True)
 
@@ -176,19 +175,16 @@ class JobConsole:
             self._total = row["total_steps"]
             self._first = None
         elif row["event"] == "step":
-            self.last_step = row
-            self._recent.append((float(row["samples_per_second"]), row["step_seconds"]))
-            self._first = self._first or (time.monotonic(), row["step"])
+            recent = float(row["samples_per_second"]), float(row["step_seconds"])
+            self.last_step = {**row, "step": int(row["step"]), "epoch": int(row["epoch"]), "loss": row["loss"]}
+            self._recent.append(recent)
+            self._first = self._first or (time.monotonic(), self.last_step["step"])
         elif row["event"] == "eval":
             self.last_evaluation = row
             if not self._quiet:
                 shown = {k: v for k, v in row.items() if k not in ("event", "step", "epoch", "seconds")}
                 figures = "  ".join(f"{name} {_number(value)}" for name, value in shown.items())
-                self._console.print(
-                    f"  evaluation after step {row['step']} (epoch {row['epoch'] + 1}): {figures}",
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                self.say(f"  evaluation after step {row['step']} (epoch {row['epoch'] + 1}): {figures}")
 
     def _draw(self) -> None:
         if self._board is None:
@@ -210,7 +206,7 @@ class JobConsole:
             if self._total and self._first is not None and step["step"] > self._first[1]:
                 each = (time.monotonic() - self._first[0]) / (step["step"] - self._first[1])
                 left = f"  {each * (self._total - step['step']):.0f} s left"
-            self._console.print(f"  step {step['step']}{total}  {self._figures()}{left}", highlight=False)
+            self._console.print(Text(f"  step {step['step']}{total}  {self._figures()}{left}"), highlight=False)
 
     def _wants_plain_line(self) -> bool:
         if self._quiet or not self.last_step or self.last_step["step"] == self._last_plain_step:

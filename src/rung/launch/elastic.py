@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -12,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rung.checkpoint.places import refuse_escapes
 from rung.config import RunConfig, count_range
 from rung.errors import ConfigError
 from rung.network import resolve_host, split_endpoint
 from rung.processes import is_running, machine_name, started_at
+from rung.untrusted import read_json, read_regular
 
 _RESTARTS = 3  # in a row without progress, for a job that may change its size
 _SCALE = "scale"
 _LAUNCHER = "launcher"
+_MAX_NOTE = 2**16  # bytes of what launchers write for each other
 FINISHED = "rung/finished"  # in the store, once a job that met there has come to its end
 _FAREWELL_SECONDS = 5.0
 
@@ -102,17 +106,29 @@ def launchers(run: Path) -> dict[Path, dict[str, Any]]:
     found = {}
     for path in paths:
         with contextlib.suppress(OSError, ValueError):  # it may be gone meanwhile
-            found[path] = json.loads(path.read_text())
+            told = read_json(path, _MAX_NOTE)
+            if _is_launcher(told):
+                found[path] = told
     return found
+
+
+def _is_launcher(told: Any) -> bool:
+    """Whether a file says of a launcher what `announce` writes. A number of a process is used in a path of /proc."""
+    if not isinstance(told, dict) or not isinstance(told.get("machine", ""), str):
+        return False
+    counts = [told.get("pid"), told.get("least"), told.get("most")]
+    return all(type(count) is int and 0 < count < 2**31 for count in counts)
 
 
 def running_launcher(state: Path) -> int | None:
     """The process that runs a job of this machine alone in a directory at this moment."""
     try:
-        told = json.loads((state / _LAUNCHER).read_text())
-        pid = int(told["pid"])
-    except (OSError, ValueError, KeyError):
+        told = read_json(state / _LAUNCHER, _MAX_NOTE)
+    except (OSError, ValueError):
         return None
+    if not _is_launcher(told):
+        return None
+    pid: int = told["pid"]
     return pid if is_running(pid) and told.get("since", started_at(pid)) == started_at(pid) else None
 
 
@@ -126,11 +142,11 @@ def retire(state: Path) -> None:
 def wanted_processes(state: Path) -> int | None:
     """What `rung scale` asked for, once."""
     try:
-        text = (state / _SCALE).read_text()
-    except FileNotFoundError:
+        text = read_regular(state / _SCALE, _MAX_NOTE)
+    except OSError:
         return None
     (state / _SCALE).unlink(missing_ok=True)
-    return int(text)
+    return int(text) if re.fullmatch(b"[0-9]{1,9}", text) else None
 
 
 def scale(run: str | Path, count: int) -> str:
@@ -147,6 +163,7 @@ def scale(run: str | Path, count: int) -> str:
         raise ConfigError(f"{run} runs with {most} processes for good. Start it with --nproc MIN:MAX to scale it.")
     if not least <= count <= most:
         raise ConfigError(f"{run} may have {least} to {most} processes, not {count}.")
+    refuse_escapes(Path(run), ("state",))
     partial = state / f".{_SCALE}"
     partial.write_text(str(count))
     partial.rename(state / _SCALE)

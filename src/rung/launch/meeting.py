@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -32,7 +32,7 @@ from rung.errors import EnvironmentProblem, StrategyError
 from rung.job_key import derive_key, new_key
 from rung.launch.elastic import FINISHED
 from rung.launch.rendezvous_state import JsonRendezvousBackend
-from rung.launch.rounds import Fate, Lookout, News, Round
+from rung.launch.rounds import Fate, HostOffer, Lookout, News, Round, WorldPlan, read_message
 from rung.network import address_among_others, answers, close_connections, interface_of, split_endpoint
 from rung.processes import silenced
 from rung.signed_store import LOOPBACK, SignedStore, join_store, serve_store
@@ -49,6 +49,7 @@ _ABANDONED_SECONDS = 8.0  # without a sign of life of any launcher
 
 
 _SETTINGS = "settings"
+_T = TypeVar("_T")
 
 
 class LauncherLost(Exception):
@@ -158,26 +159,22 @@ class Meeting:
         """Meet the others; returns when the world is complete. Blocks."""
         with self._forming:
             self.stop_watching()
-            own = {"processes": num_local, "resume": resume, "micro_batch": micro_batch}
-            return self._form(own, strategy, config)
+            return self._form(HostOffer(num_local, resume, micro_batch), strategy, config)
 
-    def _form(self, own: dict[str, Any], strategy: str, config: RunConfig) -> Round:
+    def _form(self, own: HostOffer, strategy: str, config: RunConfig) -> Round:
         host, num_hosts = self._join()
         if self._base.get("rung/generation").decode() != self._generation:  # it was taken for abandoned
             self._sit_down(self._base.unsigned)
             raise LauncherLost
         self._round_number = self.handler._state_holder.state.round
         store = self.handler._get_store()
-        store.set(f"host/{host}", json.dumps(own))
+        store.set(f"host/{host}", json.dumps(asdict(own)))
         if host == 0:
-            hosts = [json.loads(self._read(store, f"host/{number}", num_hosts)) for number in range(num_hosts)]
-            store.set("plan", json.dumps(self._plan(hosts, strategy, config)))
-        plan = json.loads(self._read(store, "plan", num_hosts))
-        counts = plan.pop("processes")
+            hosts = [self._read(HostOffer, store, f"host/{number}", num_hosts) for number in range(num_hosts)]
+            store.set("plan", json.dumps(asdict(self._plan(hosts, strategy, config))))
+        plan = self._read(WorldPlan, store, "plan", num_hosts)
         self._round_store = store
-        self._round = Round(
-            host=host, num_hosts=num_hosts, first_rank=sum(counts[:host]), num_local=counts[host], **plan
-        )
+        self._round = Round.of(plan, host)
         if not self.is_alone:
             self._lookout = Lookout(self.handler, store, self._round, self._round_number, self.nodes[1])
         return self._round
@@ -203,16 +200,15 @@ class Meeting:
         rank, size = handler._get_world()
         return rank, size
 
-    def _read(self, store: Any, key: str, num_hosts: int) -> str:
-        """A value that another launcher is about to write. Asks again and again, since a read that waits holds up all
+    def _read(self, kind: type[_T], store: Any, key: str, num_hosts: int) -> _T:
+        """A record that another launcher is about to write. Asks again and again, since a read that waits holds up all
         else that goes through the same connection, the signs of life first."""
         deadline = time.monotonic() + _STORE_SECONDS
         while not store.check([key]):
             if (num_hosts > 1 and self._is_broken(num_hosts)) or time.monotonic() > deadline:
                 raise LauncherLost
             time.sleep(0.02)
-        value: bytes = store.get(key)
-        return value.decode()
+        return read_message(kind, store.get(key), key)
 
     def _is_broken(self, num_hosts: int) -> bool:
         """Whether a launcher is missing in the round that was just formed."""
@@ -220,29 +216,28 @@ class Meeting:
         state = self.handler._state_holder.state
         return state.round != self._round_number or len(state.participants) < num_hosts
 
-    def _plan(self, hosts: list[dict[str, Any]], strategy: str, config: RunConfig) -> dict[str, Any]:
-        """What the first launcher of a round decides for all of them."""
-        counts = [host["processes"] for host in hosts]
+    def _plan(self, hosts: list[HostOffer], strategy: str, config: RunConfig) -> WorldPlan:
+        counts = [host.processes for host in hosts]
         try:
             layout, spares = fit(strategy, sum(counts), max(counts), config.schedule, config.servers)
             used, name = sum(counts) - spares, layout.name
         except StrategyError:
             used, name = 0, strategy  # all of them wait for more to come
         attempt = self._store.add("attempts", 1)
-        micro_batches = [host["micro_batch"] for host in hosts if host["micro_batch"] is not None]
+        micro_batches = [host.micro_batch for host in hosts if host.micro_batch is not None]
         # A store of its own for each world: the addresses of dead ranks would be found in an old one.
         self._ranks_store = serve_store(self.address)
-        return {
-            "attempt": attempt,
-            "processes": counts,
-            "size": sum(counts),
-            "used": used,
-            "strategy": name,
-            "address": self.address,
-            "port": self._ranks_store.port,
-            "resume": attempt > 1 or any(host["resume"] for host in hosts),
-            "micro_batch": min(micro_batches, default=None),
-        }
+        return WorldPlan(
+            attempt=attempt,
+            processes=counts,
+            size=sum(counts),
+            used=used,
+            strategy=name,
+            address=self.address,
+            port=self._ranks_store.port,
+            resume=attempt > 1 or any(host.resume for host in hosts),
+            micro_batch=min(micro_batches, default=None),
+        )
 
     def news(self) -> News:
         return self._lookout.news if self._lookout is not None else News()

@@ -119,7 +119,7 @@ def refuse_over_mpi(config: RunConfig, layout: Layout) -> None:
 def open_console(place: Place, file: TextIO) -> Console:
     """What rank 0 shows; the others show nothing."""
     is_fake = place.launcher == "mpirun" and not parent_has_terminal()
-    return Console(file=file, quiet=not place.is_main, force_terminal=False if is_fake else None)
+    return Console(file=file, quiet=not place.is_main, force_terminal=False if is_fake else None, markup=False)
 
 
 # -- meeting the others ----------------------------------------------------------------------------------------------

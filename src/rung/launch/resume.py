@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,12 +17,14 @@ from rung.environment import mpi_place
 from rung.errors import ConfigError
 from rung.strategy import Layout
 from rung.task import ROLES, Task
+from rung.untrusted import lines_of, open_regular, parse_json, read_regular
 
 CONFIG = "config.toml"
 # What the numbers follow from. All else may differ: how the task is spread is not part of the result.
 _FIXED = ("batch_size", "seed", "shuffle")
 # Whom to meet is said by whoever starts a job, never by a run: it may have come from somebody else.
 _MACHINES = ("nnodes", "rdzv", "rdzv_key", "rpc_host")
+_MAX_HEADING = 2**12
 _HEADING = re.compile(r"# rung \S+: (.*?), ")
 
 
@@ -48,7 +49,7 @@ def find_run(task: Task, resume: str | bool, out: str | None) -> Path:
             f"there is no run of {task.name!r} to go on with: looked in {Path('runs').resolve()}. "
             "Name its directory: --resume RUN."
         )
-    return max(found, key=lambda folder: (folder / CONFIG).stat().st_mtime)
+    return max(found, key=lambda folder: (folder / CONFIG).lstat().st_mtime)
 
 
 def run_if_there(task: Task, resume: str | bool | None, out: str | None) -> Path | None:
@@ -63,8 +64,12 @@ def run_if_there(task: Task, resume: str | bool | None, out: str | None) -> Path
 
 
 def _task_of(folder: Path) -> str | None:
-    with (folder / CONFIG).open(encoding="utf-8") as file:
-        match = _HEADING.match(file.readline())
+    try:
+        with open_regular(folder / CONFIG) as file:
+            heading = file.readline(_MAX_HEADING).decode(errors="replace")
+    except OSError:
+        return None  # `read_toml` says what is wrong with it, if the run is wanted
+    match = _HEADING.match(heading)
     return match.group(1) if match else None
 
 
@@ -154,15 +159,18 @@ def is_finished(folder: Path, config: RunConfig) -> bool:
     """
     begun: dict[str, Any] = {}
     is_over, wanted = False, {"steps": config.steps, "epochs": config.epochs}
+    path = folder / "metrics.jsonl"
     try:
-        with (folder / "metrics.jsonl").open(encoding="utf-8") as file:
-            for line in file:
-                if line.startswith(('{"event": "start"', '{"event": "resume"')):
-                    begun, is_over = json.loads(line), False
-                elif line.startswith('{"event": "end"'):
-                    is_over = bool(json.loads(line))
+        with open_regular(path) as file:
+            for line in lines_of(file):
+                if line.startswith((b'{"event": "start"', b'{"event": "resume"')):
+                    begun, is_over = parse_json(line), False
+                elif line.startswith(b'{"event": "end"'):
+                    is_over = bool(parse_json(line))
     except (FileNotFoundError, ValueError):  # there is none, or its last line was cut short
         return False
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     return is_over and begun.get("length", wanted) == wanted
 
 
@@ -172,10 +180,11 @@ def write_settings(resolved: Resolved, folder: Path, heading: str) -> None:
     In one go: machines that share the directory may read it meanwhile.
     """
     path, partial = folder / CONFIG, folder / f".{CONFIG}.{os.getpid()}"
+    partial.unlink(missing_ok=True)
     write_toml(resolved, partial, heading)
     if path.exists() and read_toml(path) != read_toml(partial):
         names = [old.name.split(".")[1] for old in folder.glob("config.*.toml")]
-        number = max((int(name) for name in names if name.isdigit()), default=0) + 1
+        number = max((int(name) for name in names if name.isdecimal()), default=0) + 1
         shutil.copyfile(path, folder / f"config.{number}.toml")
     partial.replace(path)
 
@@ -186,7 +195,12 @@ def claim(folder: Path, agree: Callable[[str], str], *, is_new: bool) -> None:
     What another run has left in it, on one of the machines, would be taken for this one's.
     """
     mark = folder / ".state" / "run"
-    own = mark.read_text() if mark.exists() else None
+    try:
+        own = read_regular(mark, _MAX_HEADING).decode()
+    except FileNotFoundError:
+        own = None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{mark} cannot be read: {error}.") from None
     offered = own if own is not None and not is_new else uuid.uuid4().hex
     agreed = agree(offered)
     if not is_new and agreed != offered:

@@ -2,13 +2,62 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from rung.errors import EnvironmentProblem
+from rung.untrusted import parse_json, printable
 
 _LOOK_SECONDS = 0.25
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class HostOffer:
+    """What a launcher brings into a round."""
+
+    processes: int
+    resume: bool
+    micro_batch: int | None  # that is left of the one asked for, after running out of memory
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """What the first launcher of a round decides for all of them."""
+
+    attempt: int
+    processes: list[int]  # of each launcher
+    size: int
+    used: int
+    strategy: str
+    address: str
+    port: int
+    resume: bool
+    micro_batch: int | None
+
+
+def read_message(kind: type[_T], text: bytes, name: str) -> _T:
+    """A record that another launcher wrote as JSON. It is signed, and may be of another version of Rung."""
+    try:
+        values, hints = parse_json(text), get_type_hints(kind)
+        for key, hint in hints.items():
+            if not _is_a(values[key], hint):
+                raise TypeError(f"{key} = {values[key]!r:.100}")
+        return kind(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise EnvironmentProblem(
+            f"what another launcher of this job wrote as {name} makes no sense ({printable(error)}). Do all machines "
+            "have the same version of Rung?"
+        ) from None
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a JSON value has the type of a field: a plain one, one of several, or a list of one."""
+    if get_origin(hint) is list:
+        return type(value) is list and all(type(one) is get_args(hint)[0] for one in value)
+    return any(type(value) is kind for kind in get_args(hint) or (hint,))
 
 
 @dataclass(frozen=True)
@@ -27,6 +76,14 @@ class Round:
     port: int
     resume: bool
     micro_batch: int | None = None  # instead of the one asked for, after a rank ran out of memory
+
+    @classmethod
+    def of(cls, plan: WorldPlan, host: int) -> Round:
+        told = vars(plan).copy()
+        counts = told.pop("processes")
+        if not 0 <= host < len(counts):
+            raise EnvironmentProblem(f"the plan of this job is for {len(counts)} launchers, and this is number {host}.")
+        return cls(host=host, num_hosts=len(counts), first_rank=sum(counts[:host]), num_local=counts[host], **told)
 
     @property
     def ranks(self) -> range:
@@ -80,7 +137,7 @@ class Lookout:
                 gone = state.round != self._number or len(state.participants) < self._round.num_hosts
                 for host in set(range(self._round.num_hosts)) - {self._round.host, *fates}:
                     if self._store.check([f"fate/{host}"]):
-                        fates[host] = Fate(**json.loads(self._store.get(f"fate/{host}")))
+                        fates[host] = read_message(Fate, self._store.get(f"fate/{host}"), f"fate/{host}")
                 # A launcher for which there is no room may stand in the list, too.
                 room = self._max_hosts - self._round.num_hosts
                 self.news = News(min(waiting, room), gone, dict(fates))

@@ -229,12 +229,12 @@ def calibrate_command(nprocs: list[int], out: str | None, *, as_json: bool) -> i
     """The command. Returns the exit code. Without numbers of processes, those that this machine is likely to run."""
     path = check_file(out if out is not None else HERE_FILE, "--out")
     nprocs = nprocs or [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() or 4)]
-    with Console(file=sys.stderr).status("calibrating") as shown:
+    with Console(file=sys.stderr, markup=False).status("calibrating") as shown:
         found = calibrate(nprocs, path, shown.update)
     if as_json:
         sys.stdout.write(json.dumps({"file": str(path), "processes": nprocs}) + "\n")
         return 0
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
     for nproc, one in found.items():
         rates = {name: max(rate for _, rate in curve) for name, curve in one.rates.items()}
         best = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in rates.items())

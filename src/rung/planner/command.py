@@ -54,7 +54,7 @@ def plan_command(
             "without it; --compress can be planned."
         )
     there = parse_cluster(cluster, Path(hardware) if hardware is not None else None)
-    messages = Console(file=sys.stderr)
+    messages = Console(file=sys.stderr, markup=False)
     with messages.status("planning") as shown:
         plan = make_plan(
             task.bind(resolved.arguments),
@@ -62,12 +62,12 @@ def plan_command(
             there,
             only=config.strategy,
             source=Source(path, resolved.arguments),
-            tell=lambda text: shown.update(f"planning {task.name}: {text}"),
+            tell=lambda text: shown.update(Text(f"planning {task.name}: {text}")),
         )
     if as_json:
         sys.stdout.write(json.dumps(plan.as_json(), indent=2) + "\n")
     else:
-        console = Console(file=sys.stdout, highlight=False)
+        console = Console(file=sys.stdout, highlight=False, markup=False)
         if not console.is_terminal:
             console.width = 140
         show(plan, console, show_all=show_all)

@@ -11,6 +11,8 @@ from rung.errors import ReportError
 
 FORMAT = "rung-compare 1"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
+_MOST, _LEAST = 1e30, 1e-30  # of what is measured: beyond them, scales of charts would leave what a float can hold
+_MOST_ROWS, _MOST_RANKS, _MOST_ENTRIES, _MOST_KINDS = 1000, 10**6, 1000, 32
 PHASES = ("data", "forward", "backward", "communication", "update")
 
 
@@ -150,7 +152,7 @@ class Comparison:
 def read_comparison(data: Mapping[str, Any]) -> Comparison:
     if data.get("format") != FORMAT:
         raise ReportError(
-            f"This is no comparison: its format is {data.get('format')!r}, and {FORMAT!r} is what can be shown. "
+            f"This is no comparison: its format is {data.get('format')!r:.60}, and {FORMAT!r} is what can be shown. "
             "`rung compare TASK --out report.html` makes one."
         )
     try:
@@ -158,20 +160,38 @@ def read_comparison(data: Mapping[str, Any]) -> Comparison:
         return Comparison(
             task=str(data.get("task", "")),
             reference=str(data.get("reference") or ""),
-            rows=tuple(_row(row) for row in data["rows"]),
+            rows=tuple(_row(row) for row in _few(data["rows"], _MOST_ROWS)),
             sentence=str(verdict.get("sentence") or ""),
             recommendation=str(verdict.get("recommendation") or ""),
-            chosen=verdict.get("strategy"),
-            machine=dict(data.get("machine") or {}),
-            settings=dict(data.get("settings") or {}),
+            chosen=str(verdict["strategy"]) if verdict.get("strategy") is not None else None,
+            machine=_plain(data.get("machine") or {}, numbers=("cores", "memory_bytes")),
+            settings=_plain(data.get("settings") or {}, numbers=("nproc", "steps", "repeats", "batch_size")),
             made=str(data.get("made") or ""),
             versions={name: str(data[name]) for name in ("rung", "torch") if data.get(name)},
-            notes=tuple(map(str, data.get("notes") or ())),
+            notes=tuple(map(str, _few(data.get("notes") or (), _MOST_ENTRIES))),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ReportError(
             f"The comparison is damaged: {type(error).__name__} {error}. Make it again with `rung compare`."
         ) from None
+
+
+def _few(values: Any, most: int) -> Any:
+    """A list that charts can be drawn of in a moment: some of them compare each entry with each."""
+    if not isinstance(values, list | tuple | dict) or len(values) > most:
+        raise ValueError(f"a list of at most {most} is wanted")
+    return values
+
+
+def _plain(values: Mapping[str, Any], numbers: tuple[str, ...]) -> dict[str, Any]:
+    """Facts in words and numbers; what is neither is left out."""
+
+    def is_plain(key: str, value: Any) -> bool:
+        return key not in numbers if isinstance(value, str) else isinstance(value, int | float)
+
+    return {
+        key: value for key, value in values.items() if is_plain(key, value) and (key not in numbers or number(value))
+    }
 
 
 def number(value: Any) -> float | None:
@@ -179,18 +199,27 @@ def number(value: Any) -> float | None:
     if value is None or isinstance(value, bool):
         return None
     found = float(value)
-    return found if math.isfinite(found) else None
+    if not math.isfinite(found) or abs(found) > _MOST:
+        return None
+    return found if abs(found) >= _LEAST else 0.0
+
+
+def _count(value: Any, most: int = 2**53) -> int:
+    """A whole number. One that a float has become on its way through JSON is one, too."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most or value != int(value):
+        raise ValueError(f"{value!r:.60} is no whole number up to {most}")
+    return int(value)
 
 
 def _sure(value: Any) -> float:
     found = number(value)
     if found is None:
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r:.60} is no number")
     return found
 
 
 def _row(raw: Mapping[str, Any]) -> Row:
-    strategy, ranks = str(raw["strategy"]), int(raw["ranks"])
+    strategy, ranks = str(raw["strategy"]), _count(raw["ranks"], _MOST_RANKS)
     if raw.get("status", "ok") != "ok":
         return Row(strategy, ranks, failure=str(raw.get("reason") or "no reason was given"))
     communication, difference = raw.get("communication") or {}, raw.get("largest_difference") or {}
@@ -209,19 +238,19 @@ def _row(raw: Mapping[str, Any]) -> Row:
         is_peak=not kept,
         process_bytes=number(raw.get("process_bytes")) or _largest_process(memory),
         device_bytes=number(raw.get("device_bytes")),
-        messages=tuple(_message(entry) for entry in raw.get("messages") or ()),
+        messages=tuple(_message(entry) for entry in _few(raw.get("messages") or (), _MOST_ENTRIES)),
         bytes_per_step=number(raw.get("bytes_per_step")),
         communication_seconds=number(communication.get("seconds")),
         exposed_seconds=number(communication.get("exposed_seconds")),
         losses=tuple(
-            (int(step), found) for step, loss in raw.get("losses") or () if (found := number(loss)) is not None
+            (_count(step), found) for step, loss in raw.get("losses") or () if (found := number(loss)) is not None
         ),
         loss_difference=number(difference.get("loss")),
         parameter_difference=number(difference.get("parameters")),
         timeline=_timeline(timeline) if timeline else None,
         slow=tuple(_slow(entry) for entry in raw.get("slow") or ()),
         predicted=_predicted(predicted) if predicted else None,
-        not_predicted=raw.get("not_predicted"),
+        not_predicted=str(raw["not_predicted"]) if raw.get("not_predicted") else None,
     )
 
 
@@ -235,10 +264,10 @@ def _spread(raw: Mapping[str, Any] | None) -> Spread | None:
 
 
 def _memory(raw: Mapping[str, Any]) -> RankMemory:
-    kinds = {str(kind): _sure(count) for kind, count in (raw.get("kinds") or {}).items()}
+    kinds = {str(kind): _sure(count) for kind, count in _few(raw.get("kinds") or {}, _MOST_KINDS).items()}
     peak = number(raw.get("peak_bytes"))
     return RankMemory(
-        int(raw["rank"]), kinds, sum(kinds.values()) if peak is None else peak, number(raw.get("process_bytes"))
+        _count(raw["rank"]), kinds, sum(kinds.values()) if peak is None else peak, number(raw.get("process_bytes"))
     )
 
 
@@ -259,20 +288,25 @@ def _message(raw: Mapping[str, Any]) -> Message:
 def _timeline(raw: Mapping[str, Any]) -> Timeline:
     lanes = tuple(
         Lane(
-            int(lane["rank"]),
+            _count(lane["rank"]),
             tuple(
-                Span(str(span["what"]), _sure(span["start"]), _sure(span["end"]), span.get("micro_batch"))
+                Span(
+                    str(span["what"]),
+                    _sure(span["start"]),
+                    _sure(span["end"]),
+                    _count(span["micro_batch"]) if span.get("micro_batch") is not None else None,
+                )
                 for span in lane["spans"]
             ),
         )
         for lane in raw["ranks"]
     )
     last = max((span.end for lane in lanes for span in lane.spans), default=0.0)
-    return Timeline(int(raw["step"]), max(_sure(raw["seconds"]), last), lanes)
+    return Timeline(_count(raw["step"]), max(_sure(raw["seconds"]), last), lanes)
 
 
 def _slow(raw: Mapping[str, Any]) -> SlowRank:
-    return SlowRank(int(raw["rank"]), str(raw["phase"]), _sure(raw["seconds"]), _sure(raw["others_seconds"]))
+    return SlowRank(_count(raw["rank"]), str(raw["phase"]), _sure(raw["seconds"]), _sure(raw["others_seconds"]))
 
 
 def _predicted(raw: Mapping[str, Any]) -> Predicted:

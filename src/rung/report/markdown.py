@@ -10,6 +10,7 @@ from rung.report.data import Comparison, Row, read_comparison
 from rung.report.marks import signed_share, told_bytes, told_seconds
 from rung.report.table import Column, best_of, known_columns
 from rung.sizes import human_bytes, human_seconds
+from rung.untrusted import printable
 
 
 def as_markdown(data: Mapping[str, Any]) -> str:
@@ -103,9 +104,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _plain(words: object) -> str:
     """On one line, with nothing that Markdown or HTML would take for its own."""
-    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", " ".join(str(words).split()))
+    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", printable(" ".join(str(words).split())))
 
 
 def _code(words: str) -> str:
-    """Between backticks, in a cell of a table."""
-    return " ".join(words.split()).replace("`", "'").replace("|", "\\|")
+    """Between backticks, in a cell of a table. A bar would end the cell, and with it the code, if a backslash of the
+    data stands before the one that escapes it; what follows would then be HTML."""
+    return printable(" ".join(words.split())).replace("`", "'").replace("|", "\N{BROKEN BAR}")

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from rung.report.data import KINDS, PHASES, Row
 from rung.sizes import human_bytes, human_seconds
+from rung.untrusted import printable
 
 
 def text(words: object) -> str:
     """As a part of HTML, also between quotes."""
-    return html.escape(str(words), quote=True)
+    return html.escape(printable(words, keep="\n\t"), quote=True)
 
 
 def prose(words: object) -> str:

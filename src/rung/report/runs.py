@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import math
 import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rung.errors import ReportError
 from rung.report.data import FORMAT, number, read_comparison
 from rung.report.marks import plural, rate, times
+from rung.untrusted import lines_of, open_regular, parse_json, read_json, read_regular, refuse_extremes
 from rung.version import VERSION
 
 _WHOLE_FILE, _ROW_FILE = "comparison.json", "comparison-row.json"  # as `rung compare` names them
 _SETTINGS = ("batch_size", "precision", "seed")
+_MAX_COMPARISON, _MAX_METRICS, _MAX_SETTINGS = 2**26, 2**31, 2**20  # bytes
+_BEGINNINGS = ("start", "resume")
 _NOT_RECORDED = (
     "A run records no fullest moment by kind, no messages and no timeline: `rung compare` measures them and makes the "
     "predictions."
@@ -27,7 +30,11 @@ def read_all(paths: Sequence[Path]) -> dict[str, Any]:
     sources = [(path, _read(path)) for path in map(_of_comparison, paths)]
     if len(sources) == 1 and sources[0][0].is_file():
         return sources[0][1]
-    return _beside(sources)
+    try:
+        return _beside(sources)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        told = f"{type(error).__name__} {error}"
+        raise ReportError(f"What was measured cannot be put beside each other: {told}. Name one at a time.") from error
 
 
 def _of_comparison(path: Path) -> Path:
@@ -48,10 +55,11 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ReportError(f"{path} does not exist. Name a run's directory (in runs/) or a JSON file of `rung compare`.")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path, _MAX_COMPARISON)
     except (ValueError, OSError) as error:
+        told = error.strerror if isinstance(error, OSError) else error
         raise ReportError(
-            f"{path} is no JSON file: {error}. Name a run's directory or a JSON file of `rung compare`."
+            f"{path} is no JSON file: {told}. Name a run's directory or a JSON file of `rung compare`."
         ) from None
     if not isinstance(data, dict):
         raise ReportError(f"{path} holds no comparison. `rung compare TASK --json report.json` makes one.")
@@ -61,17 +69,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _read_run(folder: Path) -> dict[str, Any]:
     file = folder / "metrics.jsonl"
-    if not file.is_file():
+    if not file.exists():
         raise ReportError(f"{folder} holds no metrics.jsonl: it is no run of `rung train`, or one that never began.")
     lines = _committed(file)
-    starts = [line for line in lines if line["event"] in ("start", "resume")]
+    starts = [line for line in lines if line["event"] in _BEGINNINGS]
     if not starts:
         raise ReportError(f"{file} has no start: the run ended before its first step.")
     settings = _settings(folder / "config.toml")
     return {
         "format": FORMAT,
-        "task": starts[-1].get("task", ""),
-        "machine": {"device": starts[-1].get("device")},
+        "task": str(starts[-1].get("task", "")),
+        "machine": {"device": str(starts[-1].get("device"))},
         "settings": {key: settings[key] for key in _SETTINGS if key in settings},
         "rows": [_row(starts[-1], lines)],
         "notes": _unfinished(folder.resolve().name, starts[-1], lines),
@@ -81,7 +89,7 @@ def _read_run(folder: Path) -> dict[str, Any]:
 def _unfinished(name: str, start: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> list[str]:
     if any(line["event"] == "end" for line in lines[lines.index(start) :]):
         return []
-    last = max((int(line["step"]) for line in lines if line["event"] == "step"), default=0)
+    last = max((line["step"] for line in lines if line["event"] == "step"), default=0)
     total = start.get("total_steps")
     of = f" of {total}" if total is not None else ""
     return [f"The run {name} has no end: it goes on, or it was stopped. Its last step on record is {last}{of}."]
@@ -89,31 +97,85 @@ def _unfinished(name: str, start: Mapping[str, Any], lines: Sequence[Mapping[str
 
 def _committed(file: Path) -> list[dict[str, Any]]:
     """The lines that count: a resumed run does some steps again. The last line may be half written."""
+    lines: list[dict[str, Any]] = []
+    try:
+        with open_regular(file) as opened:
+            if (size := opened.seek(0, 2)) > _MAX_METRICS:
+                raise ReportError(f"{file} has {size:,} bytes, and {_MAX_METRICS:,} are the most that can be shown.")
+            opened.seek(0)
+            lines = [line for text in lines_of(opened) if (line := _usable(text)) is not None]
+    except OSError as error:
+        raise ReportError(f"{file} cannot be read: {error.strerror}.") from None
     kept: list[dict[str, Any]] = []
-    for text in file.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if not isinstance(line, dict) or "event" not in line:
-            continue
+    reached = math.inf  # what comes before a resume counts up to its step
+    for line in reversed(lines):
+        step = line["step"] if _is_count(line.get("step")) else 0
+        if step <= reached or line["event"] == "start":
+            kept.append(line)
         if line["event"] == "resume":
-            kept = [other for other in kept if other.get("step", 0) <= line["step"] or other["event"] == "start"]
-        kept.append(line)
-    return kept
+            reached = min(reached, step)
+    return kept[::-1]
+
+
+def _usable(text: bytes) -> dict[str, Any] | None:
+    """A line of the metrics that holds what its event must; None for half a line, and for one that no run writes."""
+    try:
+        line = parse_json(text)
+    except ValueError:
+        return None
+    needed = _NEEDED.get(line["event"]) if isinstance(line, dict) and isinstance(line.get("event"), str) else None
+    return line if needed is not None and all(check(line.get(key)) for key, check in needed.items()) else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**48
+
+
+def _is_figure(value: Any) -> bool:
+    """JSON has no nan and no infinity: they are written as strings."""
+    return value in ("nan", "inf", "-inf") if isinstance(value, str) else type(value) in (int, float)
+
+
+_START: dict[str, Callable[[Any], bool]] = {
+    "strategy": lambda value: isinstance(value, str),
+    "ranks": _is_count,
+    "total_steps": lambda value: value is None or _is_count(value),
+}
+# What a line must hold to be shown.
+_NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "start": _START,
+    "resume": {**_START, "step": _is_count},
+    "step": {
+        "step": _is_count,
+        "loss": _is_figure,
+        "step_seconds": _is_figure,
+        "samples_per_second": _is_figure,
+        "data_wait_seconds": _is_figure,
+        "peak_memory_bytes": _is_figure,
+    },
+    "slow": {
+        "rank": _is_count,
+        "phase": lambda value: isinstance(value, str),
+        "seconds": lambda value: number(value) is not None if _is_figure(value) else False,
+        "others_seconds": lambda value: number(value) is not None if _is_figure(value) else False,
+    },
+    "end": {},
+}
 
 
 def _settings(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError):
+        found = tomllib.loads(read_regular(file, _MAX_SETTINGS).decode("utf-8"))
+        refuse_extremes(found)
+    except (OSError, ValueError, RecursionError):
         return {}
+    return {key: value for key, value in found.items() if isinstance(value, str | int | float)}
 
 
 def _row(start: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     steps = [line for line in lines if line["event"] == "step"]
     end = next((line for line in reversed(lines) if line["event"] == "end"), None)
-    strategy, ranks = start.get("strategy", "?"), start.get("ranks", 1)
+    strategy, ranks = start["strategy"], start["ranks"]
     if not steps:
         return {"strategy": strategy, "ranks": ranks, "status": "failed", "reason": "the run has no step"}
     later = steps[min(3, len(steps) // 2) :]  # the first ones warm up
@@ -124,25 +186,37 @@ def _row(start: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[s
         "reason": None,
         "step_seconds": _spread([line["step_seconds"] for line in later]),
         "samples_per_second": _spread([line["samples_per_second"] for line in later]),
-        "data_wait_seconds": statistics.fmean(line["data_wait_seconds"] for line in later),
+        "data_wait_seconds": _mean([line["data_wait_seconds"] for line in later]),
         "losses": [[line["step"], line["loss"]] for line in steps],
         "slow": _slow_ranks(lines),
     }
-    peak = max(line["peak_memory_bytes"] for line in steps)
+    peak = max((found for line in steps if (found := number(line["peak_memory_bytes"])) is not None), default=None)
     if start.get("device") == "cuda":  # there it is what tensors take, on the fullest rank
         row["device_bytes"] = peak
     else:
         row["process_bytes"] = peak
     if end:
         row["kept"] = [
-            {"rank": rank, "kinds": _kinds(state)} for rank, state in enumerate(end.get("state_bytes") or ()) if state
+            {"rank": rank, "kinds": _kinds(state)}
+            for rank, state in enumerate(_list(end.get("state_bytes")))
+            if isinstance(state, dict)
         ]
     return row
 
 
-def _kinds(state: Mapping[str, float]) -> dict[str, float]:
-    kinds = {kind: state.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
-    return {**kinds, "other": sum(state.values()) - sum(kinds.values())}
+def _kinds(state: Mapping[str, Any]) -> dict[str, float]:
+    known = {kind: found for kind, count in state.items() if _is_figure(count) and (found := number(count)) is not None}
+    kinds = {kind: known.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
+    return {**kinds, "other": sum(known.values()) - sum(kinds.values())}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    found = [value for entry in values if (value := number(entry)) is not None]
+    return statistics.fmean(found) if found else None
 
 
 def _spread(values: Sequence[Any]) -> dict[str, Any] | None:
@@ -164,14 +238,16 @@ def _slow_ranks(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _beside(sources: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
-    rows = [(path, dict(row)) for path, data in sources for row in data["rows"]]
+    rows = [(path, {"status": "ok", **row}) for path, data in sources for row in data["rows"]]
+    for _, row in rows:
+        row["strategy"] = str(row["strategy"])
     names = [row["strategy"] for _, row in rows]
     for path, row in rows:
         if names.count(row["strategy"]) > 1:
             row["strategy"] = f"{row['strategy']} ({_name_of(path)})"
-    settings, differ = _common([data.get("settings") or {} for _, data in sources])
+    settings, differ = _common([_plain_facts(data.get("settings")) for _, data in sources])
     notes = [str(note) for _, data in sources for note in data.get("notes") or ()] + differ
-    machine, _ = _common([data.get("machine") or {} for _, data in sources])
+    machine, _ = _common([_plain_facts(data.get("machine")) for _, data in sources])
     tasks = list(dict.fromkeys(str(data.get("task", "")) for _, data in sources))
     if len(tasks) > 1:
         notes.append(f"The runs are of different tasks: {', '.join(tasks)}. Their speeds and losses are not alike.")
@@ -191,12 +267,17 @@ def _beside(sources: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
+def _plain_facts(told: Any) -> dict[str, Any]:
+    facts = told if isinstance(told, dict) else {}
+    return {key: value for key, value in facts.items() if value is None or isinstance(value, str | int | float)}
+
+
 def _common(dicts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """What all agree in, and a line on each setting in which they do not."""
     keys = list(dict.fromkeys(key for entry in dicts for key in entry))
     same, notes = {}, []
     for key in keys:
-        values = list(dict.fromkeys(entry.get(key) for entry in dicts))
+        values = list(dict.fromkeys(entry.get(key) for entry in dicts))  # words and numbers, as `_plain_facts` leaves
         if len(values) == 1:
             same[key] = values[0]
         elif key in _SETTINGS:
@@ -213,8 +294,9 @@ def _compare_speed(rows: Sequence[dict[str, Any]], *, is_same_job: bool) -> str:
         for row in finished:
             row["speedup"] = None
         return ""
+    against = alone[0]["samples_per_second"]["median"]
     for row in finished:
-        row["speedup"] = row["samples_per_second"]["median"] / alone[0]["samples_per_second"]["median"]
+        row["speedup"] = row["samples_per_second"]["median"] / against if against else None
     return str(alone[0]["strategy"])
 
 

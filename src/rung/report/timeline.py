@@ -140,7 +140,7 @@ def _schedule(index: int, row: Row, timeline: Timeline) -> Strip:
             if width >= _NUMBERED:
                 marks.append(
                     f'<text class="number" x="{percent(x + width / 2)}" y="{y + 16:g}" text-anchor="middle">'
-                    f"{span.micro_batch}</text>"
+                    f"{text(span.micro_batch)}</text>"
                 )
     seconds = timeline.seconds or 1.0
     idle = {lane.rank: 1 - _covered(_numbered(lane)) / seconds for lane in timeline.lanes}
