@@ -39,9 +39,9 @@ class Block(nn.Module):
         self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
 
     def forward(self, x):
-        # Not while Rung traces the model on fake tensors: what fails there is a mistake in the task.
-        if type(x).__name__ != "FakeTensor":
-            obey("step" if self.training else "evaluation")
+        # What fails while Rung traces the model on fake tensors is reported as a mistake in the task.
+        is_traced = type(x).__name__ == "FakeTensor"
+        obey("tracing" if is_traced else "step" if self.training else "evaluation")
         return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
