@@ -76,7 +76,8 @@ def _order(kind: str) -> Callable[[Scene, Fault], None]:
         scene.job.order(fault.rank, kind, fault.phase if fault.phase != "resume" else "building", number)
         deadline = time.monotonic() + 30
         while not struck.exists():
-            if scene.over() or time.monotonic() > deadline:
+            is_past = fault.phase == "building" and scene.done() > 0
+            if scene.over() or is_past or time.monotonic() > deadline:
                 (scene.job.orders / f"rank-{fault.rank}").unlink(missing_ok=True)
                 raise Missed
             time.sleep(0.002)

@@ -89,7 +89,8 @@ def _strike(scene: Scene, planned: PlannedFault) -> Fault:
     elif planned.phase not in ("building", "end"):
         _wait(scene, lambda: scene.done() >= planned.step)
     if not kind.by_task:
-        _wait(scene, lambda: _is_in_phase(scene, planned.phase, fault.rank))
+        is_past = (lambda: scene.done() > 0) if planned.phase == "building" else (lambda: False)
+        _wait(scene, lambda: _is_in_phase(scene, planned.phase, fault.rank), is_past)
         if planned.phase == "step":
             time.sleep(scene.chance.random() * 0.05)
     fault.step = scene.done()
@@ -136,10 +137,10 @@ def _is_in_phase(scene: Scene, phase: str, rank: int) -> bool:
     return True
 
 
-def _wait(scene: Scene, condition: Callable[[], bool]) -> None:
+def _wait(scene: Scene, condition: Callable[[], bool], is_past: Callable[[], bool] = lambda: False) -> None:
     deadline = time.monotonic() + _FAULT_SECONDS
     while not condition():
-        if scene.over() or time.monotonic() > deadline:
+        if scene.over() or is_past() or time.monotonic() > deadline:
             raise Missed
         time.sleep(0.002)
 
@@ -171,13 +172,13 @@ def _await_recovery(scene: Scene, fault: Fault, owed: str) -> None:
             return
         if is_over:
             fault.recovered = all(job.process.returncode == 0 for job in scene.jobs)  # it was about to end anyway
-            fault.restarted = bool(starts)
             return
         time.sleep(0.01)
 
 
 def _note_recovery(fault: Fault, events: list[Event], starts: list[Event], after: list[Event]) -> None:
-    fault.recovered, fault.restarted = True, bool(starts)
+    # A job that is hit while it is built has its own start still to come.
+    fault.recovered, fault.restarted = True, len(starts) > int(fault.phase in ("building", "resume"))
     if starts:
         before = [event for event in events if event.seconds < starts[-1].seconds]
         reached = max((e.row["step"] for e in before if e.row["event"] == "step"), default=0)

@@ -57,7 +57,7 @@ class Event:
 
     @property
     def is_progress(self) -> bool:
-        return self.row["event"] in ("step", "eval", "end")
+        return self.row["event"] in ("step", "end")
 
 
 @dataclass

@@ -186,7 +186,7 @@ class Watch:
             text = f"{self._ask_elsewhere()}\n\n{text}"
         first = first_to_fail(failures, statuses, ranks.deaths)
         record = failures.get(first) if first is not None else None
-        # Once steps were made, it may have been the moment's fault; a restart finds out. In this world or in one before:
+        # Once steps were made, here or in a world before, it may have been the moment's fault; a restart finds out:
         # a rank that was started again is at step 0 until it has loaded its state.
         is_early = record is not None and max(record.step, self._reached) <= 1
         is_mistake = record is not None and is_early and record.summary.startswith(_FINAL)
