@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -44,23 +45,28 @@ def main() -> int:
         plans = (plan for plan in islice(plans, max(options.only) + 1) if plan.number in options.only)
     print(f"chaos: {options.faults} faults, seed {options.seed}", flush=True)
     kept = Path(tempfile.mkdtemp(prefix="rung-chaos-failed-"))
-    started, results = time.monotonic(), []
+    started, results = time.monotonic(), list[Result]()
+
+    def write_figures() -> dict[str, Any]:
+        figures = {
+            "command": shlex.join(["python", "-m", "tests.faults.chaos", *sys.argv[1:]]),
+            "seed": options.seed,
+            "minutes": round((time.monotonic() - started) / 60, 1),
+            "not_tried": missing,
+            **summarise(results, options.seed),
+        }
+        if options.out is not None:
+            options.out.write_text(_as_text(figures) + "\n")
+        return figures
+
     with stage() as base:
         for result in _play_all(plans, options.faults, options.kinds, base, kept):
             results.append(result)
             _tell(result, sum(len(one.faults) for one in results), kept)
             shutil.rmtree(result.folder, ignore_errors=True)
-    figures = {
-        "command": shlex.join(["python", "-m", "tests.faults.chaos", *sys.argv[1:]]),
-        "seed": options.seed,
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "not_tried": missing,
-        **summarise(results, options.seed),
-    }
-    text = _as_text(figures)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
+            write_figures()  # after each job: a run that is cut short has them, too
+    figures = write_figures()
+    print(_as_text(figures))
     if not any(result.problems for result in results):
         shutil.rmtree(kept)
     return 1 if figures["misses"] else 0
@@ -76,7 +82,10 @@ def _play_all(
             plan = JobPlan(plan.number, plan.row, faults, plan.salt)
             if not faults:
                 continue
-        result = play(plan, base, kept)
+        try:
+            result = play(plan, base, kept)
+        except Exception:  # one job that cannot be played is no reason to leave out the others
+            result = Result(plan, base / f"job-{plan.number}", problems=[traceback.format_exc()])
         count += len(result.faults)
         yield result
         if count >= num_faults:
