@@ -173,7 +173,6 @@ def _kill_server(scene: Scene, fault: Fault) -> None:
     server = int(Path(f"/proc/{status.pid}/stat").read_text().rpartition(")")[2].split()[1])
     if server in (1, scene.job.process.pid):
         raise Missed
-    scene.job.may_fail += 1
     fault.started = time.monotonic()
     os.kill(server, signal.SIGKILL)
 
@@ -316,7 +315,7 @@ KINDS = {
         Kind("preempt", _preempt, AGAIN, ALL_PHASES, (*_ALONE, "async", "machines")),
         Kind("launcher", _kill_launcher, AGAIN, ALL_PHASES),
         Kind("launcher-stop", _stop_launcher, CONTINUE, ("step", "save", "end")),
-        Kind("fork-server", _kill_server, EITHER, ("building", "step", "save"), _ALONE),
+        Kind("fork-server", _kill_server, RESTART, ("building", "step", "save"), _ALONE),
         Kind("disk-full", _fill_disk, EITHER, ALL_PHASES, needs="root", loses_rows=True),
         Kind("disk-read-only", _make_read_only, EITHER, ALL_PHASES, needs="root", loses_rows=True),
         Kind("disk-slow", _slow_disk, CONTINUE, ("building", *_RUNNING), needs="shim"),

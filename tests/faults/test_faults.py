@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import COMPARABLE, Launched, arguments_for, done
+from tests.faults.harness import COMPARABLE, Launched, arguments_for, done, examine
 from tests.faults.kinds import KINDS, available_pairs
 from tests.faults.plans import ROWS, SETTINGS, JobPlan, Row, draw_plans, order_faults
 from tests.faults.play import play
@@ -46,6 +47,13 @@ def test_comes_through(base: Path, row: Row) -> None:
     assert result.faults, "no fault struck"
 
 
+def _wait_until(condition: Callable[[], bool], job: Launched) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.01)
+
+
 def test_a_seed_draws_the_same_jobs_again() -> None:
     pairs = available_pairs()
     first, second = draw_plans(5, pairs), draw_plans(5, pairs)
@@ -61,21 +69,30 @@ def test_every_kind_and_every_setting_is_drawn() -> None:
     assert all(kind.phases and kind.settings for kind in KINDS.values())
 
 
+def test_a_run_whose_directory_is_removed_starts_its_ranks_again(base: Path) -> None:
+    job = Launched(base / "removed", arguments_for("single", 1, *COMPARABLE), num_ranks=1)
+    try:
+        _wait_until(lambda: done(job.rows()) >= 7, job)
+        rank = job.pid(0)
+        shutil.rmtree(job.run_dir)
+        os.kill(rank or 0, signal.SIGKILL)
+        _wait_until(job.over, job)
+        assert not examine(job, {}, tolerance=None)
+        assert (job.run_dir / "config.toml").exists(), "it could not be resumed"
+    finally:
+        job.close()
+
+
 def test_what_looks_like_a_mistake_after_a_restart_is_tried_again(base: Path) -> None:
     """An error while the model is traced is final before the first step. A rank that was started again has made no step
     yet either, but the job has."""
     folder = base / "traced"
     job = Launched(folder, arguments_for("pp2", 2, *COMPARABLE), num_ranks=2)
     try:
-        deadline = time.monotonic() + 90
-        while done(job.rows()) < 13:  # all sizes of batches have been traced by now
-            assert time.monotonic() < deadline and not job.over(), job.output()
-            time.sleep(0.01)
+        _wait_until(lambda: done(job.rows()) >= 13, job)  # all sizes of batches have been traced by now
         job.order(1, "exception", "tracing")
         os.kill(job.pid(0) or 0, signal.SIGKILL)
-        while not job.over():
-            assert time.monotonic() < deadline, job.output()
-            time.sleep(0.02)
+        _wait_until(job.over, job)
         assert (job.orders / "struck-0").exists(), "nothing was traced again"
         assert job.process.returncode == 0, job.output()
         assert "ModelError" in job.output()
