@@ -20,10 +20,11 @@ from rung.checkpoint.places import state_folders
 from rung.checkpoint.survey import Place, newest_whole, survey
 from rung.disk import reason
 from rung.launch.console import JobConsole
-from rung.launch.elastic import Restarts, Terms
+from rung.launch.elastic import Restarts, Terms, announce, running_launcher
 from rung.launch.meeting import LauncherLost, Meeting
 from rung.launch.rank import Seat
 from rung.launch.ranks import LEAVE_SECONDS, Ranks
+from rung.launch.resume import CONFIG
 from rung.launch.rounds import Fate, Round
 from rung.launch.signals import Asked, Signals
 from rung.launch.watch import Outcome, Watch
@@ -55,6 +56,7 @@ class RankAgent(LocalElasticAgent):
         assert job.run_dir is not None
         self._job, self._terms, self._meeting, self._signals, self._view = job, terms, meeting, signals, view
         self._folder, self._state = Path(job.run_dir), state
+        self._settings = (self._folder / CONFIG).read_bytes() if (self._folder / CONFIG).exists() else None
         self._num_local = terms.processes[1]
         self._restarts = Restarts(terms.max_restarts)
         self._ranks: Ranks | None = None
@@ -141,7 +143,7 @@ class RankAgent(LocalElasticAgent):
         """Where the report of a failure is, after which the job goes on."""
         folder = self._folder / "failures"
         try:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             numbers = [int(path.stem) for path in folder.glob("*.txt") if path.stem.isdecimal()]
             path = folder / f"{max(numbers, default=0) + 1:03d}.txt"
             path.write_text(f"{outcome.report}\n")
@@ -213,6 +215,7 @@ class RankAgent(LocalElasticAgent):
 
     def _start(self, round_: Round) -> Watch:
         """Start this machine's ranks of a world."""
+        self._put_folder_back()
         for old in [*self._state.glob("rank-*.json"), self._state / "summary", self._state / "status"]:
             old.unlink(missing_ok=True)
         board = StatusBoard(self._state / "status", round_.size, create=True)
@@ -257,8 +260,19 @@ class RankAgent(LocalElasticAgent):
             state=self._state,
             logs=self._folder / "logs",
             timeout=self._job.config.timeout,
+            reached=self._step,
             say=self._view.say,
         )
+
+    def _put_folder_back(self) -> None:
+        """If the run's directory was removed meanwhile. A job needs nothing of it but a place to write to; without its
+        settings there, nobody could resume it."""
+        for folder in (self._state, self._folder / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not running_launcher(self._state):
+            announce(self._state, self._terms)
+        if self._settings is not None and not (self._folder / CONFIG).exists():
+            (self._folder / CONFIG).write_bytes(self._settings)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         assert self._ranks is not None

@@ -93,7 +93,7 @@ class StateCodec:
     def decode(self, text: bytes) -> _RendezvousState:
         try:
             return self._decode(json.loads(text))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise RendezvousStateError(f"the state of the rendezvous makes no sense: {error}") from None
 
     def _decode(self, found: dict[str, Any]) -> _RendezvousState:

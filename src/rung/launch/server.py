@@ -7,8 +7,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 
 from rung.processes import die_with_parent, raise_file_limit
@@ -24,11 +25,14 @@ _PRELOADED = [
 # Born with these blocked: the server ignores Ctrl-C by itself only once it has imported everything, and a polite
 # request to end that reaches every process of the job must not end it, since the ranks would end with it.
 SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# The path of a socket has 107 bytes, of which multiprocessing's own names (/pymp-12345678/listener-12345678) take 32.
+_MAX_TEMPORARY_BYTES = 75
 
 
 def warm_up(modules: Sequence[str] = _PRELOADED) -> None:
     """Start the server in the background: it imports torch while the launcher does, too."""
     raise_file_limit()
+    _shorten_temporary_folder()
     # The last is for its end. It comes last because what was registered last is called first.
     multiprocessing.set_forkserver_preload([*modules, "rung.launch.preloaded"])
     # The tracker comes first, because starting it unblocks the signals again.
@@ -40,6 +44,17 @@ def warm_up(modules: Sequence[str] = _PRELOADED) -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
     atexit.register(cool_down)
+
+
+def _shorten_temporary_folder() -> None:
+    """Processes reach each other by sockets in the temporary directory; ranks and their data workers inherit its name.
+    A TMPDIR that is too long for that, as some schedulers make one for each job, gives way to /tmp."""
+    if len(os.fsencode(tempfile.gettempdir())) > _MAX_TEMPORARY_BYTES:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            util.get_temp_dir()  # which remembers it
+        finally:
+            tempfile.tempdir = before
 
 
 def cool_down() -> None:

@@ -77,12 +77,14 @@ class Watch:
         state: Path,
         logs: Path,
         timeout: float,
+        reached: int = 0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`reached` is the step that the job came to in the worlds before this one."""
         self._round, self._ranks, self._meeting, self._signals, self._terms = round_, ranks, meeting, signals, terms
         self._state, self._logs = state, logs
         self._hangs = HangWatch(ranks.board, round_.ranks, state, timeout, logs)
-        self._say, self._missed = say, set[int]()
+        self._reached, self._say, self._missed = reached, say, set[int]()
 
     def until_the_end(self) -> Outcome:
         ranks = self._ranks
@@ -191,8 +193,10 @@ class Watch:
             text = f"{self._ask_elsewhere()}\n\n{text}"
         first = first_to_fail(failures, statuses, ranks.deaths)
         record = failures.get(first) if first is not None else None
-        # Once steps were made, it may have been the moment's fault; a restart finds out.
-        is_mistake = record is not None and record.step <= 1 and record.summary.startswith(_FINAL)
+        # Once steps were made, here or in a world before, it may have been the moment's fault; a restart finds out:
+        # a rank that was started again is at step 0 until it has loaded its state.
+        is_early = record is not None and max(record.step, self._reached) <= 1
+        is_mistake = record is not None and is_early and record.summary.startswith(_FINAL)
         short = next((told for told in failures.values() if told.smaller is not None), None)
         return Outcome(
             "failed",

@@ -45,7 +45,10 @@ class Weights:
         self._dtype = dtype
         with world.tensors():
             self.model = self._build(task, seed, "meta")
-            self.is_skeleton = self.model is not None and _all_meta(self.model)
+            # All ranks agree. A constructor that fails on one rank alone (it reads a file, say) would otherwise leave
+            # this rank out of the broadcasts in which the others wait for it.
+            own = self.model is not None and _all_meta(self.model)
+            self.is_skeleton = all(world.gather_objects(own))
             source = None
             if not self.is_skeleton or (world.has_source and seeded):
                 source = self._build(task, seed, "cpu")

@@ -1,0 +1,63 @@
+"""The process that ranks are forked from, without ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_START = """
+import time
+from multiprocessing import forkserver
+from rung.launch.server import warm_up
+warm_up(["json"])
+print(forkserver._forkserver._forkserver_address, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def _start(started: list[subprocess.Popen[str]], temporary: Path) -> Path:
+    temporary.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen([sys.executable, "-c", _START], stdout=subprocess.PIPE, text=True, env=environment)
+    started.append(process)
+    assert process.stdout is not None
+    return Path(process.stdout.readline().strip())
+
+
+def _is_gone(path: Path) -> bool:
+    deadline = time.monotonic() + 20
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not path.exists()
+
+
+def test_a_killed_launcher_leaves_no_temporary_directory(started: list[subprocess.Popen[str]]) -> None:
+    address = _start(started, Path("/tmp"))
+    assert address.exists()
+    started[0].send_signal(signal.SIGKILL)
+    assert _is_gone(address.parent)
+
+
+def test_a_temporary_directory_too_long_for_sockets_gives_way(
+    started: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    address = _start(started, tmp_path / ("long" * 25))
+    assert address.is_relative_to("/tmp") and address.exists()
+    started[0].send_signal(signal.SIGKILL)
+    assert _is_gone(address.parent)
