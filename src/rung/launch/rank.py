@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -55,6 +57,7 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
     status = board.writer(rank)
     status.phase("starting")
     belong_to_launcher()
+    use_folder_of_rank(rank)
     leave_when_asked(status)
     answer_with_stack(state, rank)
     code = 0
@@ -86,6 +89,18 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
     flush()
     # Not a normal exit here either: it waits without limit for threads and processes that the task may have left.
     os._exit(code)
+
+
+def use_folder_of_rank(rank: int) -> None:
+    """A temporary folder for the sockets of this rank and its loader processes, emptied of those that an earlier rank
+    of this number left when it was killed. Without it they would gather in the folder of the launcher."""
+    config: Any = getattr(multiprocessing.current_process(), "_config", {})
+    if config.get("tempdir") is None:  # not forked by a launcher
+        return
+    own = Path(config["tempdir"]) / f"rank-{rank}"
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    config["tempdir"] = str(own)
 
 
 def leave_when_asked(status: StatusWriter) -> None:
