@@ -96,9 +96,8 @@ def survey(place: Place, *, thorough: bool = True, tell: Callable[[Path], None] 
         tell(place.one)
         found = look(place.one, -1, thorough=thorough)
         return [found if found.checkpoint is None else _with_step(found, found.checkpoint.step)]
-    listed = sorted((step, kind, path) for kind, folder in place.folders.items() for step, path in _steps(folder))
     results = []
-    for step, kind, path in listed:
+    for step, kind, path in _listed(place):
         tell(path)
         found = look(path, step, kind, thorough=thorough)
         if found.problem is None or path.exists():  # else a run that goes on has removed it meanwhile
@@ -108,6 +107,15 @@ def survey(place: Place, *, thorough: bool = True, tell: Callable[[Path], None] 
 
 def newest_whole(found: list[Found]) -> Found | None:
     return next((one for one in reversed(found) if one.state == "whole"), None)
+
+
+def find_newest(place: Place, *, thorough: bool = True) -> Found | None:
+    """The newest that is whole. Older ones are not looked at: a run may have kept thousands."""
+    for step, kind, path in reversed(_listed(place)):
+        found = look(path, step, kind, thorough=thorough)
+        if found.state == "whole":
+            return found
+    return None
 
 
 def best_whole(found: list[Found]) -> tuple[Found | None, Best | None]:
@@ -123,8 +131,11 @@ def best_whole(found: list[Found]) -> tuple[Found | None, Best | None]:
     return max(figures, key=lambda row: (sign * row[0], -row[1].step), default=(0.0, None))[1], best
 
 
-def _steps(folder: Path) -> list[tuple[int, Path]]:
-    return list(steps_in(folder).items())
+def _listed(place: Place) -> list[tuple[int, str, Path]]:
+    """Step, kind and path of all that may be checkpoints, oldest first."""
+    return sorted(
+        (step, kind, path) for kind, folder in place.folders.items() for step, path in steps_in(folder).items()
+    )
 
 
 def _with_step(found: Found, step: int) -> Found:

@@ -16,6 +16,7 @@ from rung.version import VERSION
 
 _WHOLE_FILE, _ROW_FILE = "comparison.json", "comparison-row.json"  # as `rung compare` names them
 _SETTINGS = ("batch_size", "precision", "seed")
+_MOST_STEPS = 20_000  # of a run that are kept: a curve shows hundreds, and quantiles need no more
 _NOT_RECORDED = (
     "A run records no fullest moment by kind, no messages and no timeline: `rung compare` measures them and makes the "
     "predictions."
@@ -88,19 +89,70 @@ def _unfinished(name: str, start: Mapping[str, Any], lines: Sequence[Mapping[str
 
 
 def _committed(file: Path) -> list[dict[str, Any]]:
-    """The lines that count: a resumed run does some steps again. The last line may be half written."""
-    kept: list[dict[str, Any]] = []
-    for text in file.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if not isinstance(line, dict) or "event" not in line:
-            continue
-        if line["event"] == "resume":
-            kept = [other for other in kept if other.get("step", 0) <= line["step"] or other["event"] == "start"]
-        kept.append(line)
-    return kept
+    """The lines that count: a resumed run does some steps again. The last line may be half written.
+
+    First what happened to the run, then its steps: of a long one not all of them, see `_Steps`.
+    """
+    events: list[dict[str, Any]] = []
+    steps = _Steps()
+    with file.open("rb") as lines:
+        for text in lines:
+            if text.startswith(b'{"step"'):  # almost all of them, and most are never parsed
+                steps.add(text)
+                continue
+            line = _parsed(text)
+            if line is not None and line["event"] == "step":
+                steps.add(text)
+            if line is None or line["event"] not in ("start", "resume", "end", "slow"):
+                continue
+            steps.end_attempt()
+            if line["event"] == "resume":
+                steps.go_back(line["step"])
+                events = [
+                    other for other in events if other["event"] == "start" or other.get("step", 0) <= line["step"]
+                ]
+            events.append(line)
+    steps.end_attempt()
+    return [*events, *steps.kept]
+
+
+class _Steps:
+    """The steps of a run, at most `_MOST_STEPS`: where there are more, every third of them, or every ninth, and so on,
+    and the last before each thing that happened. Not every second: what a run does now and then, it does in steps that
+    2, 5 or 10 divide."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, Any]] = []
+        self._count, self._every = 0, 1
+        self._last = b""  # unless it was kept
+
+    def add(self, text: bytes) -> None:
+        self._count += 1
+        self._last = text
+        if self._count % self._every == 0:
+            self.end_attempt()
+            if len(self.kept) > _MOST_STEPS:
+                self.kept = self.kept[2::3]
+                self._every *= 3
+
+    def end_attempt(self) -> None:
+        line = _parsed(self._last) if self._last else None
+        if line is not None:
+            self.kept.append(line)
+        self._last = b""
+
+    def go_back(self, step: int) -> None:
+        """What comes later was done again."""
+        while self.kept and self.kept[-1]["step"] > step:
+            self.kept.pop()
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and "event" in line else None
 
 
 def _settings(file: Path) -> dict[str, Any]:
