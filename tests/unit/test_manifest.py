@@ -95,6 +95,18 @@ def test_the_newest_is_found_without_a_look_at_the_older_ones(tmp_path: Path, mo
     assert read == [folder_of(tmp_path, 10), folder_of(tmp_path, 8)]
 
 
+def test_a_list_of_checkpoints_does_not_hold_what_each_says_of_its_tensors(tmp_path: Path) -> None:
+    """A thousand checkpoints of a model of ten thousand parameters would take gigabytes."""
+    for step in (2, 4):
+        make_checkpoint(tmp_path, step)
+    for place in (tmp_path, folder_of(tmp_path, 4)):
+        for found in survey(locate(place)):
+            assert found.checkpoint is not None and found.checkpoint.num_bytes > 0
+            whole = read_checkpoint(found.path).manifest
+            left_out = {"tensors", "state_dict", "optimizer", "computed"}
+            assert {**found.checkpoint.manifest} == {key: whole[key] for key in whole if key not in left_out}
+
+
 def test_other_formats_are_refused(tmp_path: Path) -> None:
     folder, _ = make_checkpoint(tmp_path, 4)
     rewrite(folder, format=2)
