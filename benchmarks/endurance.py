@@ -152,10 +152,9 @@ class LongRun:
                 "launcher" if pid == self._process.pid else "server" if pid in servers
                 else f"rank {rank}" if pid in ranks else f"loader {rank}" if loads else "tracker"
             )  # fmt: skip
-            for name, value in vars(usage).items():
-                key = f"{role}: {name}"
+            told = {f"{role}: {name}": value for name, value in vars(usage).items() if name != "pss_bytes"}
+            for key, value in {**told, "all: pss_bytes": usage.pss_bytes, "all: processes": 1}.items():
                 found[key] = found.get(key, 0) + value
-            found["processes"] = found.get("processes", 0) + 1
         grown = [content_of(self._run / name) for name in _GROWS if (self._run / name).is_dir()]
         lines = self._run / "metrics.jsonl"
         grown_bytes = sum(num_bytes for num_bytes, _ in grown) + (lines.stat().st_size if lines.exists() else 0)

@@ -13,7 +13,8 @@ from pathlib import Path
 class Usage:
     """Of one process at one moment."""
 
-    pss_bytes: int  # resident; a page that n processes share counts as one n-th
+    pss_bytes: int  # resident; a page that n processes share counts as one n-th: for sums
+    own_bytes: int  # resident and of no file, whether or not a parent still shares it: what a leak adds to
     descriptors: int  # without those of batches on their way from a loader process
     threads: int
 
@@ -24,12 +25,14 @@ def usage_of(pid: int) -> Usage | None:
     try:
         rows = [line.split() for line in (root / "smaps_rollup").read_text().splitlines()[1:]]
         kilobytes = {row[0].rstrip(":"): int(row[1]) for row in rows}
+        status = (root / "status").read_text()
+        own = int(status.partition("RssAnon:")[2].split()[0])
         descriptors, threads = _num_descriptors(root / "fd"), len(os.listdir(root / "task"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return None
     if "Pss" not in kilobytes:  # a zombie has no memory
         return None
-    return Usage(kilobytes["Pss"] * 1024, descriptors, threads)
+    return Usage(kilobytes["Pss"] * 1024, own * 1024, descriptors, threads)
 
 
 def _num_descriptors(folder: Path) -> int:
