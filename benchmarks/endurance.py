@@ -2,12 +2,13 @@
 
 python -m benchmarks.endurance
 python -m benchmarks.endurance --steps 10000 --kill-every 2500 --strategies ddp --out /tmp/endurance.json
+python -m benchmarks.endurance --show benchmarks/results/endurance.json
 
 Two ranks train a tiny model with evaluations, a checkpoint every 50 steps and a loader process each, and one of them is
 killed every so often. Meanwhile the processes are looked at from outside, through /proc, and so are the disk and
 /dev/shm. What is there in the last thousand steps is set against steps 1,000 to 2,000: memory, descriptors, threads,
 processes, files, bytes, and the time of a step. Metrics, TensorBoard's events, logs and the reports of failures grow by
-nature; they are shown by themselves.
+nature; they are shown by themselves. The table of docs/elastic.md is written from the results; --show does only that.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import machine_facts, write
+from benchmarks.report import fill_marks, machine_facts, write
 from benchmarks.usage import content_of, descendants, usage_of
 from rung.status import read_statuses
 
+_PAGE = Path("docs/elastic.md")
 _STRATEGIES = ("ddp", "zero3", "pp2", "ps-async")
 _WINDOW = 1000  # steps over which a figure is taken
 _SETTLING = 100  # steps after a start that do not count: buffers, plans and caches are made
@@ -226,6 +228,54 @@ def show(strategy: str, result: dict[str, Any]) -> None:
         print(f"  {name:<30} {row['first']:>16,.4g} -> {row['last']:>16,.4g}  {growth}{mark}")
 
 
+def table(content: dict[str, Any]) -> str:
+    """For the page: first and last figures by strategy, sums over all processes of the run."""
+    lines = ["| | faults | memory | descriptors | threads | files and bytes of the run | /dev/shm | a step |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for strategy, result in content["strategies"].items():
+        rows = result["figures"]
+
+        def total(ending: str, which: str, rows: dict[str, Any] = rows) -> float:
+            return sum(row[which] or 0 for name, row in rows.items() if name.endswith(ending) and row["counts"])
+
+        def pair(ending: str, scale: float = 1, form: str = ",.0f", total: Any = total) -> str:
+            return " → ".join(format(total(ending, which) * scale, form) for which in ("first", "last"))
+
+        lines.append(
+            f"| `{strategy}` | {len(result['faults'])} | {pair('all: pss_bytes', 2**-20)} MiB | "
+            f"{pair(': descriptors')} | {pair(': threads')} | {pair('run: files')}; {pair('run: bytes', 1e-3)} kB | "
+            f"{pair('/dev/shm: files')} | {pair('step seconds', 1e3, '.2f')} ms |"
+        )
+    return "\n".join(lines)
+
+
+def sentence(content: dict[str, Any]) -> str:
+    results, machine = list(content["strategies"].values()), content["machine"]
+    grown = {name: result["grown"] for name, result in content["strategies"].items() if result["grown"]}
+    told = "; ".join(f"under {name}: {', '.join(figures)}" for name, figures in grown.items())
+    nature = max(
+        row["last"] / result["steps"]
+        for result in results
+        for name, row in result["figures"].items()
+        if name == "run, by nature: bytes" and row["last"]
+    )
+    return (
+        f"{results[0]['steps']:,} steps with a checkpoint every 50, evaluations and a loader process a rank: figures "
+        "of steps 1,000 to 2,000 and of the last thousand. "
+        + (f"More than {100 * content['limit']:.0f} % were added to: {told}. " if told else "")
+        + f"By nature, metrics, TensorBoard's events, logs and reports of failures grow: {nature:,.0f} bytes a step at "
+        f"most. {machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}."
+    )
+
+
+def fill_page(source: Path) -> None:
+    """A trial, whose results lie elsewhere, is not for the page."""
+    if source.resolve().is_relative_to(Path("benchmarks/results").resolve()):
+        content = json.loads(source.read_text())
+        fill_marks(_PAGE, {"endurance": sentence(content), "endurance_table": table(content)})
+        print(f"{source} -> {_PAGE}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
@@ -235,7 +285,11 @@ def main() -> None:
     parser.add_argument("--sample-every", type=int, default=100, help="steps between two looks at the processes")
     parser.add_argument("--keep", type=Path, help="where the runs are to stay; else they are removed")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/endurance.json"))
+    parser.add_argument("--show", type=Path, help="write the page from these figures, and measure nothing")
     options = parser.parse_args()
+    if options.show is not None:
+        fill_page(options.show)
+        return
     if options.steps < 4 * _WINDOW:
         parser.error(f"--steps {options.steps}: the first and the last thousand steps are compared; 4000 at least.")
     content: dict[str, Any] = {
@@ -259,6 +313,7 @@ def main() -> None:
         show(strategy, result)
         content["strategies"][strategy] = result
         write(options.out, content)
+    fill_page(options.out)
     grown = {name: result["grown"] for name, result in content["strategies"].items() if result["grown"]}
     for name, figures in grown.items():
         print(f"{name}: more than {100 * _LIMIT:.0f} % above the first: {', '.join(figures)}")

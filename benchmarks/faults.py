@@ -309,7 +309,8 @@ def main() -> None:
     source = options.show or options.out
     if source.resolve().is_relative_to(Path("benchmarks/results").resolve()):  # a trial is not for the page
         figures = json.loads(source.read_text())
-        fill_marks(_PAGE, {"faults": sentence(figures), "faults_table": table(figures)})
+        shown = "![progress while ranks are killed: Rung, Rung with copies in memory, torchrun](faults.svg)"
+        fill_marks(_PAGE, {"faults": sentence(figures), "faults_table": table(figures), "faults_picture": shown})
         _PICTURE.write_text(picture(figures))
         print(f"{source} -> {_PAGE}, {_PICTURE}")
 

@@ -2,11 +2,13 @@
 
 python -m benchmarks.load
 python -m benchmarks.load --parts metrics checkpoints --small --out /tmp/load.json
+python -m benchmarks.load --show benchmarks/results/load.json
 
 Each part is measured at several sizes, and the exponent of the growth between the two largest is shown: 1 is linear.
 Wall time, and memory: the largest resident size of any process of the command, or for ranks the sum of what all of them
 take (PSS: forked ranks share torch's pages). 64 ranks are on two machines of our own making, network namespaces, which
-needs root. The largest metrics file has 10 million lines and 2.5 GB, in the folder of --scratch.
+needs root. The largest metrics file has 10 million lines and 2.5 GB, in the folder of --scratch. The table of
+docs/launching.md is written from the results; --show does only that.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limited import Cable
-from benchmarks.report import machine_facts, write
+from benchmarks.report import fill_marks, machine_facts, write
 from benchmarks.usage import descendants, usage_of
 from rung.checkpoint.manifest import folder_of, read_checkpoint, steps_in, write_manifest
 
+_PAGE = Path("docs/launching.md")
 _RUNG = [sys.executable, "-m", "rung"]
 _MOST_BYTES = 10 * 2**30  # that all ranks together may take
 _LIMIT_SECONDS = 900.0
@@ -374,13 +377,44 @@ def show(part: str, rows: list[dict[str, Any]]) -> None:
         print(f"  {'':<42} {told}")
 
 
+def table(content: dict[str, Any]) -> str:
+    lines = ["| what | sizes | seconds | memory at the largest | seconds grow as size to the power of |"]
+    lines.append("|---|---|---|---|---|")
+    for part, found in content["parts"].items():
+        for what in dict.fromkeys(row["what"] for row in found["rows"]):
+            rows = sorted((row for row in found["rows"] if row["what"] == what), key=lambda row: row["size"])
+            sizes = ", ".join(f"{row['size']:,}" if row["size"] < 10**6 else f"{row['size']:.0e}" for row in rows)
+            seconds = ", ".join(f"{row['seconds']:.3g}" for row in rows)
+            memory = rows[-1].get("total_bytes") or rows[-1].get("peak_bytes")
+            power = found["exponents"].get(what, {}).get("seconds")
+            lines.append(
+                f"| {part}: {what} | {sizes} | {seconds} | {f'{memory / 2**20:,.0f} MiB' if memory else ''} | "
+                f"{f'{power:.2f}' if power is not None else ''} |"
+            )
+    return "\n".join(lines)
+
+
+def fill_page(source: Path) -> None:
+    """A trial, whose results lie elsewhere, is not for the page."""
+    if source.resolve().is_relative_to(Path("benchmarks/results").resolve()):
+        content = json.loads(source.read_text())
+        machine = content["machine"]
+        told = f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}."
+        fill_marks(_PAGE, {"load": told, "load_table": table(content)})
+        print(f"{source} -> {_PAGE}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(_PARTS), default=list(_PARTS))
     parser.add_argument("--small", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--scratch", type=Path, help="a folder on a disk with 10 GB to spare; default: that of TMPDIR")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/load.json"))
+    parser.add_argument("--show", type=Path, help="write the page from these figures, and measure nothing")
     options = parser.parse_args()
+    if options.show is not None:
+        fill_page(options.show)
+        return
     content: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.load", *sys.argv[1:]]),
         "machine": machine_facts("cpu"),
@@ -395,6 +429,7 @@ def main() -> None:
         worse = worse_than_linear(rows)
         content["parts"][part] = {"rows": rows, "exponents": growth(rows), "worse_than_linear": worse}
         write(options.out, content)
+    fill_page(options.out)
     worse = [line for part in content["parts"].values() for line in part["worse_than_linear"]]
     print("\n" + ("\n".join(worse) if worse else "nothing grows faster than linearly"))
     sys.exit(1 if worse else 0)

@@ -84,14 +84,15 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def fill_marks(page: Path, told: Mapping[str, str]) -> None:
-    """Replace what stands between marks of a page. A table stands by itself, a sentence within its paragraph."""
+    """Replace what stands between marks of a page: a table or a picture by itself, a sentence in its paragraph."""
     text = page.read_text()
     for name, new in told.items():
         start = f"<!-- measured: {name} -->"
         if text.count(start) != 1:
             raise RuntimeError(f"{page} has no mark {start}, or more than one")
-        is_table = new.startswith("|")
-        new = f"\n\n{new}\n\n" if is_table else f"\n{textwrap.fill(new, 118, break_on_hyphens=False)} "
+        new = (
+            f"\n\n{new}\n\n" if new.startswith(("|", "!")) else f"\n{textwrap.fill(new, 118, break_on_hyphens=False)} "
+        )
         before, _, rest = text.partition(start)
         text = f"{before}{start}{new}<!-- end -->{rest.partition('<!-- end -->')[2]}"
     page.write_text(text)
