@@ -297,7 +297,7 @@ def measure_parameters(folder: Path, small: bool) -> list[dict[str, Any]]:
             ran = run(train(place, *flags, "--steps", "6", "--resume"), place)
             rows.append(_row(f"{strategy}: --resume and a step", count, ran))
         place = _fresh(folder)
-        plan = [*_RUNG, "plan", "task.py", "--nproc", "2", "--set", f"model.parameters={count}"]
+        plan = [*_RUNG, "plan", "task.py", "--cluster", "2xH100", "--set", f"model.parameters={count}"]
         rows.append(_row("rung plan", count, run(plan, place)))
     return rows
 
