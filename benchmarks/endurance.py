@@ -228,6 +228,10 @@ def show(strategy: str, result: dict[str, Any]) -> None:
         print(f"  {name:<30} {row['first']:>16,.4g} -> {row['last']:>16,.4g}  {growth}{mark}")
 
 
+def marks(content: dict[str, Any]) -> dict[str, str]:
+    return {"endurance": sentence(content), "endurance_table": table(content)}
+
+
 def table(content: dict[str, Any]) -> str:
     """For the page: first and last figures by strategy, sums over all processes of the run."""
     lines = ["| | faults | memory | descriptors | threads | files and bytes of the run | /dev/shm | a step |"]
@@ -272,7 +276,7 @@ def fill_page(source: Path) -> None:
     """A trial, whose results lie elsewhere, is not for the page."""
     if source.resolve().is_relative_to(Path("benchmarks/results").resolve()):
         content = json.loads(source.read_text())
-        fill_marks(_PAGE, {"endurance": sentence(content), "endurance_table": table(content)})
+        fill_marks(_PAGE, marks(content))
         print(f"{source} -> {_PAGE}")
 
 

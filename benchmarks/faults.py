@@ -229,6 +229,11 @@ def torchft_reason() -> str:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
+def marks(figures: dict[str, Any]) -> dict[str, str]:
+    shown = "![progress while ranks are killed: Rung, Rung with copies in memory, torchrun](faults.svg)"
+    return {"faults": sentence(figures), "faults_table": table(figures), "faults_picture": shown}
+
+
 def table(figures: dict[str, Any]) -> str:
     lines = ["| | time to finish | without faults | a fault costs | steps done again | samples never seen |"]
     lines.append("|---|---|---|---|---|---|")
@@ -309,8 +314,7 @@ def main() -> None:
     source = options.show or options.out
     if source.resolve().is_relative_to(Path("benchmarks/results").resolve()):  # a trial is not for the page
         figures = json.loads(source.read_text())
-        shown = "![progress while ranks are killed: Rung, Rung with copies in memory, torchrun](faults.svg)"
-        fill_marks(_PAGE, {"faults": sentence(figures), "faults_table": table(figures), "faults_picture": shown})
+        fill_marks(_PAGE, marks(figures))
         _PICTURE.write_text(picture(figures))
         print(f"{source} -> {_PAGE}, {_PICTURE}")
 

@@ -377,6 +377,12 @@ def show(part: str, rows: list[dict[str, Any]]) -> None:
         print(f"  {'':<42} {told}")
 
 
+def marks(content: dict[str, Any]) -> dict[str, str]:
+    machine = content["machine"]
+    told = f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}."
+    return {"load": told, "load_table": table(content)}
+
+
 def table(content: dict[str, Any]) -> str:
     lines = ["| what | sizes | seconds | memory at the largest | seconds grow as size to the power of |"]
     lines.append("|---|---|---|---|---|")
@@ -398,9 +404,7 @@ def fill_page(source: Path) -> None:
     """A trial, whose results lie elsewhere, is not for the page."""
     if source.resolve().is_relative_to(Path("benchmarks/results").resolve()):
         content = json.loads(source.read_text())
-        machine = content["machine"]
-        told = f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}."
-        fill_marks(_PAGE, {"load": told, "load_table": table(content)})
+        fill_marks(_PAGE, marks(content))
         print(f"{source} -> {_PAGE}")
 
 
