@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo system test test-all lint docs ladder bench bench-gpu bench-images bench-bubble bench-checkpoint bench-compression bench-strategies chaos clean
+.PHONY: demo system test test-all lint docs ladder bench bench-gpu bench-images bench-bubble bench-checkpoint bench-compression bench-strategies bench-faults bench-endurance bench-load chaos clean
 
 .venv/rung: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -89,6 +89,18 @@ bench-checkpoint: .venv/rung
 	$(BIN)/python -m benchmarks.saving
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.recovery
+
+# Beside torchrun, with ranks that are killed: half an hour on an idle machine.
+bench-faults: .venv/rung
+	$(BIN)/python -m benchmarks.faults
+
+# 100,000 steps under each of four strategies: an hour on an idle machine.
+bench-endurance: .venv/rung
+	$(BIN)/python -m benchmarks.endurance
+
+# Many ranks, checkpoints, lines, parameters, samples; makes network namespaces, so it needs root.
+bench-load: .venv/rung
+	$(BIN)/python -m benchmarks.load
 
 # 1,000 faults over every strategy, and 50 kills in the middle of saves: about an hour on a machine with nothing else to
 # do. As root with gcc, or some kinds are left out, which it says.

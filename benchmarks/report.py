@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import statistics
+import textwrap
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,21 @@ def table(cases: dict[str, Any]) -> Table:
 def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def fill_marks(page: Path, told: Mapping[str, str]) -> None:
+    """Replace what stands between marks of a page: a table or a picture by itself, a sentence in its paragraph."""
+    text = page.read_text()
+    for name, new in told.items():
+        start = f"<!-- measured: {name} -->"
+        if text.count(start) != 1:
+            raise RuntimeError(f"{page} has no mark {start}, or more than one")
+        new = (
+            f"\n\n{new}\n\n" if new.startswith(("|", "!")) else f"\n{textwrap.fill(new, 118, break_on_hyphens=False)} "
+        )
+        before, _, rest = text.partition(start)
+        text = f"{before}{start}{new}<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    page.write_text(text)
 
 
 def _spread(values: list[float]) -> dict[str, float]:

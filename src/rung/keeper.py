@@ -36,12 +36,14 @@ def find_state(run_dir: Path, sites: Sites, *, resume: bool) -> Checkpoint | Non
     """What a run goes on from, if it is to and there is something. Copies that are not needed any more go."""
     found = choose(state_folders(run_dir), sites.world, sites) if resume else None
     if sites.is_leader:
-        _forget_copies(run_dir, besides=found.path if found is not None else None)
+        _forget_copies(
+            rescue_folder(run_dir), memory_folder(run_dir), besides=found.path if found is not None else None
+        )
     return found
 
 
-def _forget_copies(run_dir: Path, besides: Path | None = None) -> None:
-    for folder in (rescue_folder(run_dir), memory_folder(run_dir)):
+def _forget_copies(*folders: Path, besides: Path | None = None) -> None:
+    for folder in folders:
         for path in steps_in(folder).values():
             if path != besides:
                 remove(path)
@@ -78,6 +80,8 @@ class Keeper:
         )
         if found is not None and found.path.parent == checkpoints_folder(run_dir):
             self._saver.starts_from(start)
+        # A copy that the run goes on from is needed until there is a checkpoint of a later step.
+        self._has_copy = found is not None and found.path.parent != checkpoints_folder(run_dir)
         self._is_checked = False
         self._end: Position | None = None
         self._replicator = None
@@ -128,7 +132,17 @@ class Keeper:
         self._saver.save(position)
 
     def finished(self) -> list[SaveRecord]:
-        return self._saver.finished()
+        records = self._saver.finished()
+        if self._has_copy and any(record.error is None for record in records):
+            self._has_copy = False
+            if self._sites.is_leader:
+                _forget_copies(*self._copies())
+        return records
+
+    def _copies(self) -> list[Path]:
+        """Folders of copies that nobody writes any more."""
+        folders = [rescue_folder(self._run_dir)]
+        return folders if self._replicator is not None else [*folders, memory_folder(self._run_dir)]
 
     def finish(self, position: Position) -> None:
         """At the end of training. A save that fails is told of like any other; see `refuse_lost_end`."""
@@ -183,4 +197,4 @@ class Keeper:
             self._replicator.wait()
         self._sites.world.barrier()
         if self._sites.is_leader:
-            _forget_copies(self._run_dir)
+            _forget_copies(rescue_folder(self._run_dir), memory_folder(self._run_dir))

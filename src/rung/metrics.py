@@ -33,6 +33,7 @@ from rung.world import World
 log = logging.getLogger("rung")
 
 _AGAIN_SECONDS = 10.0  # after TensorBoard's files could not be written
+_BLOCK = 2**16  # bytes read at a time
 
 
 @dataclass(frozen=True)
@@ -259,10 +260,17 @@ def _end_line(path: Path) -> None:
     """A run that was killed may have left half a line."""
     if not path.exists():
         return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:  # from the end on: the file of a long run has gigabytes
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            last = file.read(end - start).rfind(b"\n")
+            if last >= 0:
+                file.truncate(start + last + 1)
+                return
+            end = start
+        file.truncate(0)
 
 
 class TensorBoard:

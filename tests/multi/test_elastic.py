@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,26 @@ def test_a_killed_rank_is_replaced_and_the_numbers_are_those_of_a_run_without_fa
     assert "---- attempt" not in outcome.output
     assert weights(folder / "out") == expected
     assert_every_step_once(folder / "out", 40)
+
+
+def test_killed_ranks_leave_no_files_behind_while_the_run_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither sockets of their loader processes nor, once there is a later checkpoint, the state that was rescued."""
+    with tempfile.TemporaryDirectory() as temporary:  # a short name: a socket's may have 107 characters
+        monkeypatch.setenv("TMPDIR", temporary)
+        flags = ("--set", "workers=1", "--checkpoint-every", "5", "--max-restarts", "3", "--steps", "60", *NAP)
+        command = Command.start(folder, "--nproc", "2", "--out", "out", *flags)
+        counts = []
+        for step in (7, 17, 27):
+            found = wait_for(folder / "out", all_at(step, 2))
+            counts.append(len(list(Path(temporary).rglob("listener-*"))))
+            os.kill(found[0].pid, signal.SIGKILL)
+            assert_soon((folder / "out" / "rescue").exists, "rank 1 did not rescue its state")
+        wait_for(folder / "out", all_at(47, 2))
+        assert not (folder / "out" / "rescue").exists()
+        assert command.end().code == 0
+        assert counts[0] > 0 and counts == counts[:1] * 3
 
 
 def test_a_rank_that_stands_still_costs_no_step(launcher: Server, folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from rung.checkpoint.manifest import (
     MANIFEST,
     find_damage,
+    folder_of,
     newest,
     newest_good,
     prune,
@@ -21,7 +22,7 @@ from rung.checkpoint.manifest import (
     write_manifest,
 )
 from rung.checkpoint.plan import read_into, read_whole
-from rung.checkpoint.survey import locate, look, newest_whole, survey
+from rung.checkpoint.survey import find_newest, locate, look, newest_whole, survey
 from rung.cli import main
 from rung.errors import CheckpointError
 from tests.made_checkpoints import make_checkpoint, rewrite
@@ -80,6 +81,31 @@ def test_a_file_cut_short_or_missing_is_found_and_named(tmp_path: Path, name: st
     # One look at the sizes is enough for all of these.
     seen = survey(locate(tmp_path), thorough=False)
     assert [one.state for one in seen] == ["whole", "unfinished" if (name, how) == (MANIFEST, "missing") else "damaged"]
+
+
+def test_the_newest_is_found_without_a_look_at_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(2, 12, 2):
+        make_checkpoint(tmp_path, step)
+    (folder_of(tmp_path, 10) / RANKS[0]).unlink()
+    read: list[Path] = []
+    monkeypatch.setattr(
+        "rung.checkpoint.survey.read_checkpoint", lambda path: read.append(path) or read_checkpoint(path)
+    )
+    found = find_newest(locate(tmp_path), thorough=False)
+    assert found is not None and found.step == 8
+    assert read == [folder_of(tmp_path, 10), folder_of(tmp_path, 8)]
+
+
+def test_a_list_of_checkpoints_does_not_hold_what_each_says_of_its_tensors(tmp_path: Path) -> None:
+    """A thousand checkpoints of a model of ten thousand parameters would take gigabytes."""
+    for step in (2, 4):
+        make_checkpoint(tmp_path, step)
+    for place in (tmp_path, folder_of(tmp_path, 4)):
+        for found in survey(locate(place)):
+            assert found.checkpoint is not None and found.checkpoint.num_bytes > 0
+            whole = read_checkpoint(found.path).manifest
+            left_out = {"tensors", "state_dict", "optimizer", "computed"}
+            assert {**found.checkpoint.manifest} == {key: whole[key] for key in whole if key not in left_out}
 
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:

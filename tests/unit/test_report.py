@@ -272,6 +272,41 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     assert row["ranks"] == 4 and "kept" not in row
 
 
+def test_a_run_of_any_length_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one restart: what is kept of it, and how many lines are parsed, must not follow the number of steps."""
+    start = {"event": "start", "task": "circle", "strategy": "ddp", "ranks": 2, "device": "cpu"}
+
+    def step(number: int) -> dict[str, Any]:
+        rate = 640.0 if number % 10 else 64.0  # every tenth is slow, as where a run logs or saves
+        return {
+            "step": number, "loss": 1 / number, "step_seconds": 64 / rate, "samples_per_second": rate,
+            "data_wait_seconds": 0.01, "peak_memory_bytes": number, "event": "step",
+        }  # fmt: skip
+
+    monkeypatch.setattr("rung.report.runs._MOST_STEPS", 100)
+    parsed = {}
+    for length in (2_000, 20_000):
+        folder = tmp_path / str(length)
+        folder.mkdir()
+        again = length // 2
+        lines = [start, *map(step, range(1, again + 51)), {**start, "event": "resume", "step": again}]
+        lines += map(step, range(again + 1, length + 1))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        seen: list[Any] = []
+        monkeypatch.setattr("rung.report.runs._parsed", lambda text, seen=seen: seen.append(1) or json.loads(text))
+        data = read_all([folder])
+        (row,) = data["rows"]
+        steps = [number for number, _ in row["losses"]]
+        assert len(steps) <= 102 and steps == sorted(set(steps)) and steps[-1] == length
+        assert row["losses"] == [[number, 1 / number] for number in steps]
+        assert f"last step on record is {length}" in data["notes"][0]
+        assert row["process_bytes"] == length
+        # A stride of 2 would see a slow step in every fifth place, and one of 10 nothing else.
+        assert row["step_seconds"]["median"] == row["step_seconds"]["low"] == pytest.approx(0.1)
+        parsed[length] = len(seen)
+    assert parsed[20_000] < parsed[2_000] + 300
+
+
 def test_a_comparison_and_a_run_beside_each_other(tmp_path: Path) -> None:
     file = tmp_path / "compared.json"
     file.write_text(json.dumps(sample()))

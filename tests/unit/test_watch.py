@@ -243,3 +243,16 @@ def test_without_a_name_the_newest_run_is_watched(
         os.utime(path, (time.time() - age,) * 2)
     assert main(["watch"]) == 0
     assert capsys.readouterr().out.startswith("new  stopped before its end")
+
+
+@pytest.mark.parametrize("rest", [b"", b'{"step": 3, "lo', b"x" * 200_000])
+@pytest.mark.parametrize("whole", [b"", b'{"event": "start"}\n', b'{"event": "start"}\n' * 10_000])
+def test_half_a_line_is_removed_without_reading_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bytes, rest: bytes
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(whole + rest)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("the whole file is read"))
+    JsonLines(file, resume=True).close()
+    with file.open("rb") as left:
+        assert left.read() == whole

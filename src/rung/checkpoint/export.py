@@ -98,7 +98,7 @@ def find_best_source(place: Place) -> Source:
             f"the best {best.metric} was that of step {best.step}, of which there is no whole checkpoint; the best of "
             f"those there are is that of step {kept.step}."
         )
-    return of_checkpoint(kept.checkpoint, notes)
+    return of_checkpoint(_whole(look(kept.path, kept.step, thorough=False)), notes)
 
 
 def _whole(found: Found) -> Checkpoint:

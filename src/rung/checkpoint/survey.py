@@ -6,7 +6,7 @@ Needs no torch, unless ranks left states that they wrote each for themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rung.best import Best, figure_of, read_best
@@ -15,6 +15,8 @@ from rung.checkpoint.places import checkpoints_folder, state_folders
 from rung.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
+# What a manifest says of each tensor and parameter. A list of a thousand checkpoints must not hold it a thousand times.
+_OF_TENSORS = ("tensors", "state_dict", "optimizer", "computed")
 _OF_A_RUN = (WEIGHTS, "metrics.jsonl", "config.toml")
 
 
@@ -96,7 +98,8 @@ def look(path: Path, step: int, kind: str = "checkpoints", *, thorough: bool = T
 
 
 def survey(place: Place, *, thorough: bool = True, tell: Callable[[Path], None] = lambda path: None) -> list[Found]:
-    """All that may be checkpoints, oldest first, in the order of preference of one that resumes."""
+    """All that may be checkpoints, oldest first, in the order of preference of one that resumes. Their manifests are
+    without what they say of tensors: `look` at one again to read from it."""
     try:
         return _survey(place, thorough, tell)
     except OSError as error:
@@ -106,15 +109,14 @@ def survey(place: Place, *, thorough: bool = True, tell: Callable[[Path], None] 
 def _survey(place: Place, thorough: bool, tell: Callable[[Path], None]) -> list[Found]:
     if place.one is not None:
         tell(place.one)
-        found = look(place.one, -1, thorough=thorough)
+        found = _without_tensors(look(place.one, -1, thorough=thorough))
         return [found if found.checkpoint is None else _with_step(found, found.checkpoint.step)]
-    listed = sorted((step, kind, path) for kind, folder in place.folders.items() for step, path in _steps(folder))
     results = []
-    for step, kind, path in listed:
+    for step, kind, path in _listed(place):
         tell(path)
         found = look(path, step, kind, thorough=thorough)
         if found.problem is None or path.exists():  # else a run that goes on has removed it meanwhile
-            results.append(found)
+            results.append(_without_tensors(found))
     return results
 
 
@@ -122,6 +124,17 @@ def newest_whole(found: list[Found]) -> Found | None:
     """The one that a run goes on from: of a finite state, if there is one."""
     whole = [one for one in reversed(found) if one.state == "whole"]
     return next((one for one in whole if one.is_finite is not False), whole[0] if whole else None)
+
+
+def find_newest(place: Place, *, thorough: bool = True) -> Found | None:
+    """The one that a run goes on from. Older ones are not looked at: a run may have kept thousands."""
+    whole = []
+    for step, kind, path in reversed(_listed(place)):
+        found = look(path, step, kind, thorough=thorough)
+        if found.state == "whole" and found.is_finite is not False:
+            return found
+        whole += [found] if found.state == "whole" else []
+    return whole[0] if whole else None
 
 
 def best_whole(found: list[Found]) -> tuple[Found | None, Best | None]:
@@ -137,8 +150,18 @@ def best_whole(found: list[Found]) -> tuple[Found | None, Best | None]:
     return max(figures, key=lambda row: (sign * row[0], -row[1].step), default=(0.0, None))[1], best
 
 
-def _steps(folder: Path) -> list[tuple[int, Path]]:
-    return list(steps_in(folder).items())
+def _listed(place: Place) -> list[tuple[int, str, Path]]:
+    """Step, kind and path of all that may be checkpoints, oldest first."""
+    return sorted(
+        (step, kind, path) for kind, folder in place.folders.items() for step, path in steps_in(folder).items()
+    )
+
+
+def _without_tensors(found: Found) -> Found:
+    if found.checkpoint is None:
+        return found
+    kept = {key: value for key, value in found.checkpoint.manifest.items() if key not in _OF_TENSORS}
+    return replace(found, checkpoint=Checkpoint(found.checkpoint.path, kept))
 
 
 def _with_step(found: Found, step: int) -> Found:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
 from rung.checkpoint.places import state_folders
-from rung.checkpoint.survey import Place, newest_whole, survey
+from rung.checkpoint.survey import Place, find_newest
 from rung.disk import reason
 from rung.launch.console import JobConsole
 from rung.launch.elastic import Restarts, Terms, announce, running_launcher
@@ -210,7 +210,7 @@ class RankAgent(LocalElasticAgent):
         """The step to go on from, where this machine can know it: others may have a newer state."""
         if not self._meeting.is_alone:
             return ""
-        found = newest_whole(survey(Place(self._folder, state_folders(self._folder)), thorough=False))
+        found = find_newest(Place(self._folder, state_folders(self._folder)), thorough=False)
         return f" from step {found.step}" if found is not None else " from the first step"
 
     def _start(self, round_: Round) -> Watch:

@@ -7,7 +7,9 @@ import faulthandler
 import io
 import json
 import logging
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -65,6 +67,7 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
     status.phase("starting")
     reserve_room(state, rank)
     belong_to_launcher()
+    use_folder_of_rank(rank)
     leave_when_asked(status)
     answer_with_stack(state, rank)
     code = 0
@@ -96,6 +99,18 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
     flush()
     # Not a normal exit here either: it waits without limit for threads and processes that the task may have left.
     os._exit(code)
+
+
+def use_folder_of_rank(rank: int) -> None:
+    """A temporary folder for the sockets of this rank and its loader processes, emptied of those that an earlier rank
+    of this number left when it was killed. Without it they would gather in the folder of the launcher."""
+    config: Any = getattr(multiprocessing.current_process(), "_config", {})
+    if config.get("tempdir") is None:  # not forked by a launcher
+        return
+    own = Path(config["tempdir"]) / f"rank-{rank}"
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    config["tempdir"] = str(own)
 
 
 def leave_when_asked(status: StatusWriter) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rung.errors import ReportError
 from rung.report.data import FORMAT, number, read_comparison
@@ -17,8 +16,9 @@ from rung.version import VERSION
 
 _WHOLE_FILE, _ROW_FILE = "comparison.json", "comparison-row.json"  # as `rung compare` names them
 _SETTINGS = ("batch_size", "precision", "seed")
-_MAX_COMPARISON, _MAX_METRICS, _MAX_SETTINGS = 2**26, 2**31, 2**20  # bytes
+_MAX_COMPARISON, _MAX_SETTINGS = 2**26, 2**20  # bytes
 _BEGINNINGS = ("start", "resume")
+_MOST_STEPS = 20_000  # of a run that are kept: a curve shows hundreds, and quantiles need no more
 _NOT_RECORDED = (
     "A run records no fullest moment by kind, no messages and no timeline: `rung compare` measures them and makes the "
     "predictions."
@@ -96,25 +96,71 @@ def _unfinished(name: str, start: Mapping[str, Any], lines: Sequence[Mapping[str
 
 
 def _committed(file: Path) -> list[dict[str, Any]]:
-    """The lines that count: a resumed run does some steps again. The last line may be half written."""
-    lines: list[dict[str, Any]] = []
+    """The lines that count: a resumed run does some steps again. The last line may be half written.
+
+    First what happened to the run, then its steps: of a long one not all of them, see `_Steps`.
+    """
+    events: list[dict[str, Any]] = []
+    steps = _Steps()
     try:
         with open_regular(file) as opened:
-            if (size := opened.seek(0, 2)) > _MAX_METRICS:
-                raise ReportError(f"{file} has {size:,} bytes, and {_MAX_METRICS:,} are the most that can be shown.")
-            opened.seek(0)
-            lines = [line for text in lines_of(opened) if (line := _usable(text)) is not None]
+            _sort_lines(opened, events, steps)
     except OSError as error:
         raise ReportError(f"{file} cannot be read: {error.strerror}.") from None
-    kept: list[dict[str, Any]] = []
-    reached = math.inf  # what comes before a resume counts up to its step
-    for line in reversed(lines):
-        step = line["step"] if _is_count(line.get("step")) else 0
-        if step <= reached or line["event"] == "start":
-            kept.append(line)
+    return [*events, *steps.kept]
+
+
+def _sort_lines(opened: BinaryIO, events: list[dict[str, Any]], steps: _Steps) -> None:
+    for text in lines_of(opened):
+        if text.startswith(b'{"step"'):  # almost all of them, and most are never parsed
+            steps.add(text)
+            continue
+        line = _usable(text)
+        if line is not None and line["event"] == "step":
+            steps.add(text)
+        if line is None or line["event"] not in ("start", "resume", "end", "slow"):
+            continue
+        steps.end_attempt()
         if line["event"] == "resume":
-            reached = min(reached, step)
-    return kept[::-1]
+            steps.go_back(line["step"])
+            events[:] = [o for o in events if o["event"] == "start" or _step_of(o) <= line["step"]]
+        events.append(line)
+    steps.end_attempt()
+
+
+class _Steps:
+    """The steps of a run, at most `_MOST_STEPS`: where there are more, every third of them, or every ninth, and so on,
+    and the last before each thing that happened. Not every second: what a run does now and then, it does in steps that
+    2, 5 or 10 divide."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, Any]] = []
+        self._count, self._every = 0, 1
+        self._last = b""  # unless it was kept
+
+    def add(self, text: bytes) -> None:
+        self._count += 1
+        self._last = text
+        if self._count % self._every == 0:
+            self.end_attempt()
+            if len(self.kept) > _MOST_STEPS:
+                self.kept = self.kept[2::3]
+                self._every *= 3
+
+    def end_attempt(self) -> None:
+        line = _usable(self._last) if self._last else None
+        if line is not None:
+            self.kept.append(line)
+        self._last = b""
+
+    def go_back(self, step: int) -> None:
+        """What comes later was done again."""
+        while self.kept and self.kept[-1]["step"] > step:
+            self.kept.pop()
+
+
+def _step_of(line: Mapping[str, Any]) -> int:
+    return line["step"] if _is_count(line.get("step")) else 0
 
 
 def _usable(text: bytes) -> dict[str, Any] | None:

@@ -1,0 +1,39 @@
+"""Figures between marks are those of the results beside the benchmarks: nobody has typed one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report import fill_marks
+from tests.documents.pages import ROOT
+
+_PAGES = {"faults": "elastic.md", "endurance": "elastic.md", "load": "launching.md"}
+
+
+@pytest.mark.parametrize("name", _PAGES)
+def test_the_page_shows_what_was_measured(name: str, tmp_path: Path) -> None:
+    results, page = ROOT / "benchmarks" / "results" / f"{name}.json", ROOT / "docs" / _PAGES[name]
+    if not results.exists():
+        assert "Not measured yet." in page.read_text()
+        return
+    benchmark = importlib.import_module(f"benchmarks.{name}")
+    figures = json.loads(results.read_text())
+    again = tmp_path / page.name
+    again.write_text(page.read_text())
+    fill_marks(again, benchmark.marks(figures))
+    assert again.read_text() == page.read_text(), f"run: python -m benchmarks.{name} --show {results.relative_to(ROOT)}"
+    if name == "faults":
+        assert (ROOT / "docs" / "faults.svg").read_text() == benchmark.picture(figures)
+
+
+def test_a_mark_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("It took <!-- measured: time -->\nlong. <!-- end -->\n")
+    fill_marks(page, {"time": "3 s."})
+    assert page.read_text() == "It took <!-- measured: time -->\n3 s. <!-- end -->\n"
+    with pytest.raises(RuntimeError, match="no mark <!-- measured: table -->"):
+        fill_marks(page, {"table": "| a |"})
