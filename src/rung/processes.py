@@ -86,15 +86,15 @@ def raise_file_limit() -> int:
     return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
-def needed_files(num_ranks: int, num_workers: int = 0) -> int:
-    """Open files of one process of a job, at most: libraries, pipes, and connections to every other rank in a few
-    groups. Measured with gloo: 60 to 82 with 4 ranks, and 71 in their launcher."""
-    return 128 + 8 * num_ranks + 8 * num_workers
+def needed_files(num_ranks: int, num_local: int, num_workers: int = 0) -> int:
+    """Open files of one process of a job, at most: libraries, connections of a rank to every other in a few groups,
+    pipes of a launcher to those of its machine. Measured with gloo: 60 to 82 with 4 ranks, and 71 in their launcher."""
+    return 128 + 4 * num_ranks + 8 * num_local + 8 * num_workers
 
 
-def refuse_few_files(num_ranks: int, num_workers: int = 0) -> None:
+def refuse_few_files(num_ranks: int, num_local: int, num_workers: int = 0) -> None:
     """Before a rank starts: without a file left, processes wait for each other without a word."""
-    allowed, needed = raise_file_limit(), needed_files(num_ranks, num_workers)
+    allowed, needed = raise_file_limit(), needed_files(num_ranks, num_local, num_workers)
     if allowed < needed:
         raise EnvironmentProblem(
             f"{num_ranks} rank{'s' * (num_ranks > 1)} need up to {needed} open files in a process, and the hard limit "

@@ -215,7 +215,9 @@ def test_checkpoints_on_a_full_disk_do_not_keep_a_run_from_its_end(tmp_path: Pat
 @needs_mount
 def test_a_full_disk_at_the_end_is_named_and_the_run_goes_on_when_there_is_room(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", 4096) as disk:
-        arguments = ("--nproc", "2", "--checkpoint-every", "4", "--out", "small/run")
+        # Each save is waited for, so that the one of step 4 is there before the disk is filled.
+        saving = ("--checkpoint-every", "4", "--set", "async_save=false")
+        arguments = ("--nproc", "2", *saving, "--out", "small/run")
         code, told = rung(tmp_path, *arguments, fault="full", run=disk / "run")
         assert code == 1, told
         # Not a byte is left for a log, and it is said all the same.

@@ -216,8 +216,8 @@ def test_too_few_open_files_are_refused_with_the_number_needed(monkeypatch: pyte
     limits = {"now": (64, 4096)}
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits["now"])
     monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.update(now=new))
-    processes.refuse_few_files(8, 2)
+    processes.refuse_few_files(8, 8, 2)
     assert limits["now"] == (4096, 4096)  # which ranks inherit
     limits["now"] = (64, 64)
-    with pytest.raises(EnvironmentProblem, match=r"2 ranks need up to 144 open files .* hard limit here is 64"):
-        processes.refuse_few_files(2)
+    with pytest.raises(EnvironmentProblem, match=r"2 ranks need up to 152 open files .* hard limit here is 64"):
+        processes.refuse_few_files(2, 2)

@@ -226,7 +226,7 @@ def open_files(nproc: int, nnodes: int, limit: int | None = None) -> Finding:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
     if soft == resource.RLIM_INFINITY:
         return ok("open files", "no limit")
-    needed = needed_files(nproc * nnodes)
+    needed = needed_files(nproc * nnodes, nproc)
     if soft < needed:
         return failed("open files", f"limit {soft}, and {needed} are needed", f"ulimit -n {max(65536, needed)}")
     if soft < 1024:

@@ -52,7 +52,7 @@ def launch(
 
     assert job.run_dir is not None
     terms = terms or Terms((num_ranks, num_ranks))
-    refuse_few_files(terms.processes[1] * terms.nodes[1], job.config.workers)
+    refuse_few_files(terms.processes[1] * terms.nodes[1], terms.processes[1], job.config.workers)
     folder = Path(job.run_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     view = JobConsole(folder, console, quiet=quiet)
