@@ -25,7 +25,7 @@ from rung.parallel.materialize import Weights, is_absent
 from rung.parallel.pipeline import Conductor, StagePart, places_of
 from rung.parallel.rehearsal import Rehearser
 from rung.parallel.sharding import Sharding, choose_units, gathered_type, without_shared
-from rung.parallel.stages import Stages, crossing, cut, parts_of
+from rung.parallel.stages import Stages, crossing, cut, lies_in, parts_of
 from rung.parallel.tensor import apply_sequence_parallel, apply_tensor_plan
 from rung.parallel.tensor_plan import TensorPlan, make_plan
 from rung.task import Task
@@ -112,12 +112,9 @@ def _whole_blocks(spread: Spread, blocks: str | None) -> list[nn.Module]:
     found = find_blocks(spread.model, blocks)
     if spread.stages is None:
         return [block for _, block in found]
-    inside = [block for name, block in found if _is_in_part(name, spread.stages)]
+    parts = set(spread.stages.calls)
+    inside = [block for name, block in found if lies_in(name, parts)]
     return inside or [spread.model.get_submodule(name) for name in dict.fromkeys(spread.stages.calls)]
-
-
-def _is_in_part(name: str, stages: Stages) -> bool:
-    return any(name == part or name.startswith(f"{part}.") for part in stages.calls)
 
 
 def _plan_tensors(spread: Spread, task: Task, world: World, config: RunConfig, example: Any) -> TensorPlan:
@@ -169,7 +166,7 @@ def _split(spread: Spread, weights: Weights, world: World, config: RunConfig, ta
         if name in stages.holders:
             return bool(own & set(stages.holders[name]))
         # A buffer: with the part that it belongs to, or on every rank.
-        return not any(name.startswith(f"{part}.") for part in elsewhere)
+        return not lies_in(name, elsewhere)
 
     weights.keep_only(keeps)
     if layout.zero == 3:
@@ -186,9 +183,9 @@ def _split(spread: Spread, weights: Weights, world: World, config: RunConfig, ta
 def _plain_values(rehearser: Rehearser) -> dict[str, Any]:
     """Numbers that modules outside of the parts keep as attributes."""
     found: dict[str, Any] = {}
-    parts = [name for name, module in rehearser.twin.named_modules() if rehearser.is_part(name, module)]
+    parts = {name for name, module in rehearser.twin.named_modules() if rehearser.is_part(name, module)}
     for name, module in rehearser.twin.named_modules():
-        if not any(name == part or name.startswith(f"{part}.") for part in parts):
+        if not lies_in(name, parts):
             for key, value in vars(module).items():
                 if type(value) in (int, float) and key != "training":
                     found[f"{name}.{key}".lstrip(".")] = value
@@ -220,7 +217,8 @@ def _give_storage(spread: Spread, weights: Weights, world: World, config: RunCon
         sharding.refuse_scalars(model)
     units = choose_units(model, config.shard_by, blocks) if sharding is not None or layout.tp > 1 else []
     if stages is not None:  # a unit is called as a whole, so it must lie within a part
-        units = [(name, unit) for name, unit in units if _is_in_part(name, stages)]
+        parts = set(stages.calls)
+        units = [(name, unit) for name, unit in units if lies_in(name, parts)]
     units = without_shared(model, units, spread.notes)
 
     def prepare(name: str, module: nn.Module) -> None:

@@ -7,8 +7,10 @@ without data (`rung.parallel.rehearsal`); a skip connection over a cut is just o
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -41,7 +43,15 @@ class Stages:
         return list(dict.fromkeys(self.calls[self.bounds[stage] : self.bounds[stage + 1]]))
 
     def stages_of_module(self, name: str) -> set[int]:
-        return {self.stage_of(index) for index, call in enumerate(self.calls) if call == name}
+        return self._stages_of_modules.get(name, set())
+
+    @functools.cached_property
+    def _stages_of_modules(self) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for stage in range(self.num_stages):
+            for name in self.modules_of(stage):
+                found.setdefault(name, set()).add(stage)
+        return found
 
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Parameters that more than one stage uses."""
@@ -60,21 +70,31 @@ class Stages:
         return lines
 
 
+def lies_in(name: str, parts: Collection[str]) -> bool:
+    """Whether a name is one of some modules', or of something inside one. For many names, `parts` should be a set."""
+    return name in parts or any(outer in parts for outer in _outer_names(name))
+
+
+def _outer_names(name: str) -> list[str]:
+    """Of the modules that something lies in, but for the model itself: of a.b.c, a and a.b."""
+    return [name[:dot] for dot, letter in enumerate(name) if letter == "."]
+
+
 def parts_of(model: nn.Module, blocks: str | None) -> Callable[[str, nn.Module], bool]:
     """Which modules are the parts that a cut leaves whole: blocks, and whatever has parameters and no block inside.
 
     A Sequential is not a part but the row of its children, wherever it stands, unless it is a block itself.
     """
     block_names = {name for name, _ in find_list_of_blocks(model, blocks)}
+    around_blocks = {outer for block in block_names for outer in _outer_names(block)}
     chosen: set[str] = set()
 
     def visit(name: str, module: nn.Module) -> None:
         has_parameters = next(module.parameters(), None) is not None
         if not has_parameters:
             return
-        holds_block = any(block.startswith(f"{name}.") for block in block_names) if name else True
         is_row = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-        if name in block_names or (name and not holds_block and not is_row):
+        if name in block_names or (name and name not in around_blocks and not is_row):
             chosen.add(name)
             return
         for key, child in module.named_children():
@@ -93,7 +113,8 @@ def cut(model: nn.Module, rehearsal: Rehearsal, num_stages: int, split: str | No
             f"({', '.join(calls[:6])}{', ...' if len(calls) > 6 else ''}). Use at most {max(1, len(calls))} stages, or "
             "say where its blocks are (blocks = ...)."
         )
-    costs = [_cost(call.flops, call.output_tensors(), call.parameters, model) for call in rehearsal.calls]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    costs = [_cost(call.flops, call.output_tensors(), call.parameters, sizes) for call in rehearsal.calls]
     starts = _asked_starts(split, calls, num_stages) if split is not None else balance(costs, num_stages)
     bounds = (0, *starts, len(calls))
     _refuse_what_cannot_be_handed_on(rehearsal, bounds)
@@ -108,8 +129,7 @@ def cut(model: nn.Module, rehearsal: Rehearsal, num_stages: int, split: str | No
             holders.setdefault(source, set()).add(num_stages - 1)
     for name in rehearsal.unused:
         holders.setdefault(name, set()).add(0)  # nobody uses it; somebody must keep it
-    names = [name for name, _ in model.named_parameters()]
-    ordered = {name: tuple(sorted(holders.get(name, {0}))) for name in names}
+    ordered = {name: tuple(sorted(holders.get(name, {0}))) for name in sizes}
     return Stages(tuple(calls), bounds, ordered, tuple(call.flops for call in rehearsal.calls))
 
 
@@ -190,9 +210,7 @@ def balance(costs: Sequence[float], num_parts: int) -> list[int]:
     for parts in range(1, num_parts + 1):
         row = [(float("inf"), 0)] * (count + 1)
         for stop in range(parts, count + 1):
-            row[stop] = min(
-                (max(best[parts - 1][start][0], sums[stop] - sums[start]), start) for start in range(parts - 1, stop)
-            )
+            row[stop] = _best_start(best[parts - 1], sums, range(parts - 1, stop), sums[stop])
         best.append(row)
     starts: list[int] = []
     stop = count
@@ -202,10 +220,24 @@ def balance(costs: Sequence[float], num_parts: int) -> list[int]:
     return starts[::-1]
 
 
-def _cost(flops: int, outputs: list[Tensor], parameters: set[str], model: nn.Module) -> float:
+def _best_start(
+    before: Sequence[tuple[float, int]], sums: Sequence[float], starts: range, end: float
+) -> tuple[float, int]:
+    """The smallest largest sum if the last run ends at the sum `end`, and the first start that gives it.
+
+    A later start makes the last run smaller and what comes before it larger: the best is where the two meet.
+    """
+    meet = bisect.bisect_left(starts, True, key=lambda start: before[start][0] >= end - sums[start])
+    found = [(max(before[start][0], end - sums[start]), start) for start in starts[max(0, meet - 1) : meet + 1]]
+    least = min(found)[0]
+    # Where parts without any cost lie before it, earlier starts are as good.
+    first = bisect.bisect_left(starts, True, key=lambda start: end - sums[start] <= least)
+    return least, starts[first]
+
+
+def _cost(flops: int, outputs: list[Tensor], parameters: set[str], sizes: Mapping[str, int]) -> float:
     """Arithmetic, and a little for memory traffic, so that parts without products count, too."""
-    own = dict(model.named_parameters())
-    traffic = sum(tensor.numel() for tensor in outputs) + sum(own[name].numel() for name in parameters if name in own)
+    traffic = sum(tensor.numel() for tensor in outputs) + sum(sizes.get(name, 0) for name in parameters)
     return flops + 4.0 * traffic
 
 
