@@ -151,6 +151,7 @@ def _nonsense(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "names as list": {"state_dict": []},
         "no optimizer": {"optimizer": None},
         "computed": {"computed": [1]},
+        "computed as dict": {"computed": {"a": 1}},
     }
 
 
