@@ -68,10 +68,13 @@ def at(value: Any, path: Path) -> Any:
 
 def change(value: Any, draw: random.Random, times: int | None = None) -> Any:
     """A copy of a JSON value in which a few things are not as they were."""
-    value = copy.deepcopy(value)
+    changed = copy.deepcopy(value)
     for _ in range(times or draw.choice((1, 1, 1, 2, 4))):
-        value = _change_once(value, draw)
-    return value
+        try:
+            changed = _change_once(changed, draw)
+        except RecursionError:  # what was put in before is too deep to be copied
+            break
+    return changed
 
 
 def _change_once(value: Any, draw: random.Random) -> Any:

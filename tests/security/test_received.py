@@ -119,6 +119,14 @@ def test_no_value_of_a_received_comparison_is_markup_of_the_page(tmp_path: Path)
     assert shown > 20
 
 
+def test_a_bar_does_not_end_the_code_that_a_name_is_in() -> None:
+    """Of a backslash and a bar, escaping the bar makes an escaped backslash and the end of a cell."""
+    data = sample()
+    data["rows"][1]["strategy"] = "a\\|<xss>"
+    rows = [line for line in as_markdown(data).splitlines() if "<xss>" in line]
+    assert rows and all("`a\\\N{BROKEN BAR}<xss>`" in row for row in rows)
+
+
 def test_a_micro_batch_is_a_number() -> None:
     data = sample()
     row = next(row for row in data["rows"] if row["strategy"] == "pp2")
@@ -258,6 +266,9 @@ def test_notes_of_ranks_that_overlap_or_count_for_ever_are_no_state() -> None:
         spoiled = [{**note, "facts": {**note["facts"], "ranks": ranks}} for note in notes]  # type: ignore[dict-item]
         with pytest.raises(CheckpointError, match="notes make no sense"):
             compose(spoiled)
+    listed = [{**note, "facts": {**note["facts"], "topology": {"axes": ["dp_shard"]}}} for note in notes]  # type: ignore[dict-item]
+    with pytest.raises(CheckpointError, match="notes make no sense"):
+        compose(listed)
     zero = [{**note, "facts": {**note["facts"], "topology": {"axes": {"dp_shard": 0}}}} for note in notes]  # type: ignore[dict-item]
     with pytest.raises(CheckpointError, match="ZeroDivisionError"):
         compose(zero)

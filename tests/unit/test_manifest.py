@@ -179,6 +179,7 @@ def _nonsense(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "no optimizer": {"optimizer": None},
         "computed": {"computed": [1]},
         "finite as text": {"finite": "yes"},
+        "computed as dict": {"computed": {"a": 1}},
     }
 
 

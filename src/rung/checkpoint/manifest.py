@@ -166,7 +166,9 @@ def _find_nonsense(content: Mapping[str, Any]) -> str | None:
     for name, stored in content["state_dict"].items():
         if f"model/{stored}" not in content["tensors"]:
             return f"{name} is not in it"
-    return None if all(isinstance(name, str) for name in content["computed"]) else "its names make no sense"
+    computed = content["computed"]
+    are_names = isinstance(computed, list) and all(isinstance(name, str) for name in computed)
+    return None if are_names else "its names make no sense"
 
 
 def _is_optimizer(optimizer: Mapping[str, Any]) -> bool:

@@ -56,7 +56,7 @@ def compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The manifest's content of a step from its ranks' notes; None if they do not make a whole."""
     try:
         return _compose(notes) if notes else None
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"the ranks' notes make no sense: {type(error).__name__}: {error}.") from error
 
 
