@@ -85,6 +85,16 @@ def test_a_trainer_killed_in_the_middle_of_a_push_is_not_missed(tmp_path: Path) 
     assert max(late) <= 3
 
 
+def test_a_trainer_killed_before_it_has_joined_is_started_again(tmp_path: Path) -> None:
+    """The others wait for it: going on without it would be a hang until --timeout."""
+    command = start(tmp_path, "--max-restarts", "1")
+    kill_in(tmp_path, 3, "starting", after=-1)
+    outcome = command.end()
+    assert outcome.code == 0, outcome.output
+    assert "rank 3 was killed by SIGKILL before the first step, phase starting" in outcome.output
+    assert steps_of(tmp_path) == list(range(1, 41))
+
+
 def test_a_trainer_that_fails_is_told_of_and_the_last_one_ends_the_job(tmp_path: Path) -> None:
     command = start(tmp_path, failing="2")
     kill_in(tmp_path, 3, "reading data", after=3)

@@ -54,11 +54,11 @@ class Ranks:
 
     def lost(self) -> bool:
         """Whether a rank has ended that had not left in good order. A spare is no loss."""
-        return any(rank not in self._expendable for rank in self._fallen())
+        return bool(set(self._fallen()) - set(self.missed()))
 
     def missed(self) -> list[int]:
-        """Expendable ranks that have fallen."""
-        return sorted(rank for rank in self._fallen() if rank in self._expendable)
+        """Expendable ranks that have fallen. Not before they had joined: the others wait for all of them to come."""
+        return sorted(r for r in self._fallen() if r in self._expendable and self.board.read(r).phase != "starting")
 
     def _fallen(self) -> list[int]:
         return [rank for rank in self.deaths if not (s := self.board.read(rank)).left and s.phase != "spare"]
