@@ -64,6 +64,11 @@ def open_store(place: Place | None, *, over_mpi: bool, key: str | None = None) -
 def _open(place: Place | None, over_mpi: bool) -> TCPStore:
     if has_store() or place is None:
         host, port, is_kept = store_address()
+        if port == 0:
+            raise EnvironmentProblem(
+                "MASTER_PORT=0 is in the environment: each rank would look for the store elsewhere. Export a free port, "
+                "as in MASTER_PORT=29500, or start torchrun with --standalone."
+            )
         if is_kept or environment_rank() != 0:
             return join_store(host, port, seconds=_MEET_SECONDS)
         return _serve(host, port)

@@ -110,7 +110,7 @@ def test_a_command_listens_on_loopback_alone(command: str, tmp_path: Path) -> No
 def test_ranks_of_torchrun_listen_on_loopback_alone(tmp_path: Path) -> None:
     """The store is torchrun's own and listens everywhere; what ranks open beside it does not."""
     (tmp_path / "task.py").write_text(_TASK)
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     found, _ = _listening_while("train", "task.py", "--strategy", "ddp", folder=tmp_path, through=words)
     launcher = min(listener.pid for listener in found)
     ranks = {listener for listener in found if listener.pid != launcher}

@@ -698,7 +698,8 @@ def test_a_received_run_meets_nobody(tmp_path: Path) -> None:
     """What it says of machines would have this one meet another, whose word it then takes for that of the job."""
     run = tmp_path / "run"
     run.mkdir()
-    settings = 'batch_size = 64\nnnodes = "2"\nrdzv = "foreign.example:29500"\nrdzv_key = "/etc/hostname"\nrpc_host = "0.0.0.0"\n'
+    said = {"nnodes": "2", "rdzv": "foreign.example:29500", "rdzv_key": "/etc/hostname", "rpc_host": "0.0.0.0"}
+    settings = "batch_size = 64\n" + "".join(f'{key} = "{value}"\n' for key, value in said.items())
     (run / "config.toml").write_text(f"# rung 0.1.0: babycnn, single\n{settings}")
     plan = prepare(REPO / "examples" / "babycnn", run=run)
     assert plan.terms.nodes == (1, 1)

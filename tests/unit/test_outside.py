@@ -214,6 +214,12 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch: pytest.Mo
         store.open_store(Place("mpirun", 1, 2, 1, 2, "a job"), over_mpi=False)
 
 
+def test_a_port_that_nobody_can_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(EnvironmentProblem, match="MASTER_PORT=0 is in the environment"):
+        store.open_store(None, over_mpi=False)
+
+
 def test_several_machines_without_mpi4py_must_be_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, {})
     monkeypatch.setattr(library, "is_installed", lambda: False)
