@@ -66,7 +66,7 @@ def _open(place: Place | None, over_mpi: bool) -> TCPStore:
         host, port, is_kept = store_address()
         if port == 0:
             raise EnvironmentProblem(
-                "MASTER_PORT=0 is in the environment: each rank would look for the store elsewhere. Export a free port, "
+                "MASTER_PORT=0 is in the environment: ranks would not find the store. Export a free port, "
                 "as in MASTER_PORT=29500, or start torchrun with --standalone."
             )
         if is_kept or environment_rank() != 0:
