@@ -575,6 +575,7 @@ LIVES: dict[str, bytes] = {
     "ranks of no kind": b'{"step": 1, "when": 1, "step_seconds": 1, "ranks": [{"seconds": 5}], "slow": []}',
     "text for a number": b'{"step": "1", "when": "x", "step_seconds": [], "ranks": [], "slow": []}',
     "infinite": b'{"step": Infinity, "when": NaN, "step_seconds": 1, "ranks": [], "slow": []}',
+    "huge": b'{"step": 1e300, "when": 1, "step_seconds": 1, "ranks": [], "slow": []}',
     "deep": b"[" * 10**5,
     "no UTF-8": b"\xff",
 }
