@@ -551,6 +551,7 @@ LINES: dict[str, list[Any]] = {
     "resumed": [START, STEP, {**START, "event": "resume", "step": "x"}, {**START, "event": "resume", "step": None}],
     "total": [{**START, "total_steps": 0}, {**STEP, "step": 5}, {**START, "total_steps": 10**400 // 10**200}],
     "a long line": [START, b'{"event": "step", "loss": "' + b"x" * 10**7 + b'"}', STEP],
+    "an end alone": [END],
     "nothing": [b"", b"\0" * 1000],
 }
 
