@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,20 +62,20 @@ def read_live(path: Path) -> Live | None:
     try:
         told = read_json(path, _MAX_BYTES)
         return Live(
-            step=int(_number(told["step"])),
+            step=_count(told["step"]),
             when=_number(told["when"]),
             step_seconds=_number(told["step_seconds"]),
             ranks=[
                 RankFigures(
                     seconds={phase: _number(seconds) for phase, seconds in one["seconds"].items()},
                     samples_per_second=_number(one["samples_per_second"]),
-                    memory_bytes=int(_number(one["memory_bytes"])),
+                    memory_bytes=_count(one["memory_bytes"]),
                 )
                 for one in told["ranks"]
             ],
             slow=[
                 Slowness(
-                    int(_number(one["rank"])),
+                    _count(one["rank"]),
                     str(one["phase"]),
                     _number(one["seconds"]),
                     _number(one["others_seconds"]),
@@ -90,6 +89,12 @@ def read_live(path: Path) -> Live | None:
 
 
 def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or not abs(value) < 1e30:  # nan is not, either
         raise ValueError(f"{value!r} is no number")
     return float(value)
+
+
+def _count(value: Any) -> int:
+    if not 0 <= _number(value) < 2**53:
+        raise ValueError(f"{value!r} is no count")
+    return int(value)

@@ -146,7 +146,8 @@ class Watcher:
             self._has_ended = False
         elif event == "end":
             self._has_ended = True
-            self._facts["seconds"] = _measure(row.get("seconds")) or 0.0
+            if self._facts:  # an end without a beginning tells too little
+                self._facts["seconds"] = _measure(row.get("seconds")) or 0.0
         elif event in ("eval", "checkpoint"):
             self._last[event] = line
 

@@ -551,6 +551,7 @@ LINES: dict[str, list[Any]] = {
     "resumed": [START, STEP, {**START, "event": "resume", "step": "x"}, {**START, "event": "resume", "step": None}],
     "total": [{**START, "total_steps": 0}, {**STEP, "step": 5}, {**START, "total_steps": 10**400 // 10**200}],
     "a long line": [START, b'{"event": "step", "loss": "' + b"x" * 10**7 + b'"}', STEP],
+    "an end alone": [END],
     "nothing": [b"", b"\0" * 1000],
 }
 
@@ -575,6 +576,7 @@ LIVES: dict[str, bytes] = {
     "ranks of no kind": b'{"step": 1, "when": 1, "step_seconds": 1, "ranks": [{"seconds": 5}], "slow": []}',
     "text for a number": b'{"step": "1", "when": "x", "step_seconds": [], "ranks": [], "slow": []}',
     "infinite": b'{"step": Infinity, "when": NaN, "step_seconds": 1, "ranks": [], "slow": []}',
+    "huge": b'{"step": 1e300, "when": 1, "step_seconds": 1, "ranks": [], "slow": []}',
     "deep": b"[" * 10**5,
     "no UTF-8": b"\xff",
 }
