@@ -58,8 +58,9 @@ class Launched:
         self.is_held_back = False  # a scheduler would not start it now: its machine or its disk is not back yet
         self.orders = folder / "orders"
         self.orders.mkdir(parents=True, exist_ok=True)
-        self.temporary, self._control = folder / "tmp", folder / "control"
-        self.temporary.mkdir(exist_ok=True)
+        self.temporary, self.memory, self._control = folder / "tmp", folder / "shm", folder / "control"
+        for path in (self.temporary, self.memory):
+            path.mkdir(exist_ok=True)
         self._control.write_bytes(struct.pack("dd", 0.0, 0.0))
         self._mark = uuid.uuid4().hex
         self.environment = {

@@ -45,6 +45,7 @@ class Kind:
     needs: str = ""  # root, network or shim
     by_task: bool = False  # the task itself fails, where the phase says; nobody has to wait for the phase
     loses_rows: bool = False  # lines of the metrics may be lost with it
+    weight: int = 1  # how often it is drawn beside others
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
@@ -289,6 +290,9 @@ def _switch_off(scene: Scene, fault: Fault) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     time.sleep(scene.chance.uniform(0.5, 4.0))
+    for folder in (job.temporary, job.memory):  # which do not outlive a machine
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     scene.hosts.mend(number)
     job.is_held_back = False
 
@@ -322,8 +326,10 @@ KINDS = {
         Kind("delete-checkpoints", _delete_checkpoints, CONTINUE, ("step", "evaluation", "save")),
         Kind("delete-run", _delete_run, EITHER, ("step", "save"), ("local",), loses_rows=True),
         Kind("clock", _move_clock, CONTINUE, ALL_PHASES, (*_ALONE, "async", "machines"), needs="shim"),
-        Kind("cut", _cut, EITHER, ("step", "evaluation", "save"), ("machines",), needs="network"),
-        Kind("machine-off", _switch_off, EITHER, ("step", "evaluation", "save"), ("machines",), needs="network"),
+        Kind("cut", _cut, EITHER, ("step", "evaluation", "save"), ("machines",), needs="network", weight=3),
+        Kind(
+            "machine-off", _switch_off, EITHER, ("step", "evaluation", "save"), ("machines",), needs="network", weight=3
+        ),
     )
 }
 
@@ -337,7 +343,7 @@ def available_pairs() -> dict[str, list[tuple[str, str]]]:
             (kind.name, phase)
             for kind in KINDS.values()
             if setting in kind.settings and means[kind.needs]
-            for phase in (kind.phases if setting != "machines" else _on_machines(kind))
+            for phase in (kind.phases if setting != "machines" else _on_machines(kind)) * kind.weight
         ]
         for setting in settings
     }

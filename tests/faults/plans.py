@@ -23,8 +23,8 @@ class Setting:
 
 
 SETTINGS = {
-    "local": Setting(("--precision", "fp64", "--timeout", "20"), 0.0, 10),
-    "replicated": Setting(("--precision", "fp64", "--timeout", "20", "--replicate-state"), 0.0, 10),
+    "local": Setting(("--precision", "fp64", "--timeout", "20"), 0.0, 12),
+    "replicated": Setting(("--precision", "fp64", "--timeout", "20", "--replicate-state"), 0.0, 12),
     # Faults after which the job goes on in other micro-batches, or that only a short timeout finds.
     "comparable": Setting((*COMPARABLE, "--timeout", "6"), 1e-9, 6),
     "async": Setting((*COMPARABLE, "--timeout", "20", "--staleness", "3"), None, 8),
@@ -80,6 +80,7 @@ ROWS = (
     Row("ps-async", 4, "async", num_servers=1),
     Row("pp2,ddp2", 4),
     Row("zero3", 2),
+    Row("zero3", 2, "machines", num_hosts=2),
     Row("pp2:interleaved", 2),
     Row("ddp", 2, "comparable"),
     Row("rpc-pp2", 2),
@@ -91,6 +92,7 @@ ROWS = (
     Row("pp2,tp2", 4),
     Row("pp2:1f1b", 2, "comparable"),
     Row("ddp", 3),
+    Row("ddp", 2, "machines", num_hosts=2, shares_disk=True),
     Row("pp2:zb,fsdp2", 4),
     Row("zero1", 2, "replicated"),
     Row("zero3", 2, "comparable"),

@@ -83,17 +83,17 @@ def _reference(row: Row, base: Path) -> Path:
 
 def _strike(scene: Scene, planned: PlannedFault) -> Fault:
     kind = KINDS[planned.kind]
-    fault = Fault(planned.kind, planned.phase, _choose_rank(scene, planned, kind), 0)
     if planned.phase == "resume":
         _let_restart(scene)
     elif planned.phase not in ("building", "end"):
         _wait(scene, lambda: scene.done() >= planned.step)
+    fault = Fault(planned.kind, planned.phase, _choose_rank(scene, planned, kind), 0)
     if not kind.by_task:
         is_past = (lambda: scene.done() > 0) if planned.phase == "building" else (lambda: False)
         _wait(scene, lambda: _is_in_phase(scene, planned.phase, fault.rank), is_past)
         if planned.phase == "step":
             time.sleep(scene.chance.random() * 0.05)
-    fault.step = scene.done()
+    fault.step, fault.world = scene.done(), len(scene.statuses())
     kind.inject(scene, fault)
     fault.over = time.monotonic()
     return fault
@@ -152,8 +152,10 @@ def _owed(scene: Scene, fault: Fault) -> str:
     owed, row = KINDS[fault.kind].owed, scene.plan.row
     if owed == RESTART and row.setting == "async" and fault.rank in row.computing:
         return EITHER  # the others go on without a trainer, until the last one is gone
+    if fault.kind == "machine-off":
+        return RESTART if fault.world > 1 else EITHER
     if owed == CONTINUE and row.setting == "machines":
-        return EITHER
+        return EITHER  # machines may have been about to come together again
     return owed
 
 
@@ -167,7 +169,9 @@ def _await_recovery(scene: Scene, fault: Fault, owed: str) -> None:
         starts = [event for event in after if event.is_start]
         since = max(fault.over, starts[-1].seconds if starts else 0.0)
         progress = [event for event in after if event.is_progress and event.seconds >= since]
-        if progress and (starts or owed in (CONTINUE, EITHER)):
+        # Where the same ranks go on, the first step to be finished may have been all but finished before the fault.
+        needed = 1 if starts or any(event.row["event"] == "end" for event in progress) else 2
+        if len(progress) >= needed and (starts or owed in (CONTINUE, EITHER)):
             _note_recovery(fault, events, starts, after)
             return
         if is_over:
@@ -184,8 +188,8 @@ def _note_recovery(fault: Fault, events: list[Event], starts: list[Event], after
         reached = max((e.row["step"] for e in before if e.row["event"] == "step"), default=0)
         fault.lost = max(0, reached - starts[-1].row.get("step", 0))
         after = [event for event in after if event.seconds >= starts[-1].seconds]
-    first = next((event for event in after if event.row["event"] == "step"), None)
-    fault.seconds = first.seconds - fault.started if first is not None else None
+    steps = [event for event in after if event.row["event"] == "step"][0 if starts else 1 :]
+    fault.seconds = steps[0].seconds - fault.started if steps else None
 
 
 # -- judging ---------------------------------------------------------------------------------------------------------

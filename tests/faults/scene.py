@@ -36,6 +36,7 @@ class Fault:
     phase: str
     rank: int
     step: int  # that was the last one done when it struck
+    world: int = 1  # the ranks at that time
     started: float = 0.0
     over: float = 0.0  # when what it disturbed was repaired
     seconds: float | None = None  # from its start to the next step; None where the run had no further step to do
@@ -95,8 +96,7 @@ class Scene:
 
     def left_behind(self) -> list[str]:
         """What is in the job's own temporary folder and shared memory."""
-        found = [path for job in self.jobs for path in job.temporary.iterdir()]
-        found += (self.folder / "shm").iterdir()
+        found = [path for job in self.jobs for place in (job.temporary, job.memory) for path in place.iterdir()]
         run_dirs = {job.run_dir for job in self.jobs}
         found += [path for run in run_dirs for path in (*run.glob(".sites-*"), *run.glob("checkpoints/.step-*"))]
         return [f"left behind: {path.relative_to(self.folder)}" for path in found]
@@ -109,11 +109,14 @@ def _special_files(folder: str, names: list[str]) -> list[str]:
 @contextlib.contextmanager
 def opened(plan: JobPlan, folder: Path, base: Path, arguments: list[str]) -> Iterator[Scene]:
     """Start a job with everything that faults may need; nothing of it is left afterwards."""
-    shm, disk = folder / "shm", folder / "disk"
-    for path in (shm, disk):
-        path.mkdir(parents=True)
+    disk = folder / "disk"
+    disk.mkdir(parents=True)
     is_root = os.geteuid() == 0
-    prefix = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", _OWN_MEMORY, str(shm)] if is_root else []
+
+    def own_memory(place: Path) -> list[str]:
+        command = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", _OWN_MEMORY, str(place / "shm")]
+        return command if is_root else []
+
     with contextlib.ExitStack() as stack:
         if is_root:
             mount("-t", "tmpfs", "-o", f"size={_DISK}", "none", str(disk))
@@ -122,7 +125,12 @@ def opened(plan: JobPlan, folder: Path, base: Path, arguments: list[str]) -> Ite
         if plan.row.num_hosts == 1:
             jobs = [
                 Launched(
-                    folder, arguments, num_ranks=plan.row.num_ranks, prefix=prefix, run_dir=disk / "run", shim=shim
+                    folder,
+                    arguments,
+                    num_ranks=plan.row.num_ranks,
+                    prefix=own_memory(folder),
+                    run_dir=disk / "run",
+                    shim=shim,
                 )
             ]
             hosts = None
@@ -135,7 +143,7 @@ def opened(plan: JobPlan, folder: Path, base: Path, arguments: list[str]) -> Ite
                     folder / f"host-{number}",
                     [*arguments, "--rdzv", meet],
                     num_ranks=plan.row.num_ranks,
-                    prefix=[*hosts.prefix(number), *prefix],
+                    prefix=[*hosts.prefix(number), *own_memory(folder / f"host-{number}")],
                     run_dir=disk / ("run" if plan.row.shares_disk else f"run-{number}"),
                     shim=shim,
                 )

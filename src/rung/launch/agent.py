@@ -89,12 +89,23 @@ class RankAgent(LocalElasticAgent):
                 # Who left the world before in good order can still be resumed.
                 outcome = Outcome(self._last_kind, self._step, str(error), is_final=True)
             else:
-                outcome = self._end_round(round_, self._start(round_).until_the_end())
+                outcome = self._end_round(round_, self._play(round_))
                 self._step, self._last_kind = max(self._step, outcome.step), outcome.kind
             if not self._goes_on(outcome):
                 self.outcome = outcome
                 succeeded = outcome.kind == "finished"
                 return RunResult(state=WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED)
+
+    def _play(self, round_: Round) -> Outcome:
+        """One world on this machine, from the start of its ranks to their end."""
+        try:
+            watch = self._start(round_)
+        except (EOFError, ConnectionError):
+            # Not tried again in this world: ranks that were started already have left their addresses in its store.
+            return Outcome(
+                "failed", self._step, "the process that ranks are forked from was killed while they started."
+            )
+        return watch.until_the_end()
 
     def _goes_on(self, outcome: Outcome) -> bool:
         """Whether the world is formed again, and if so why; else what the others are told."""
