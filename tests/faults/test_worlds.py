@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rung.checkpoint import memory_folder
-from tests.faults.harness import COMPARABLE, Launched, done, examine, reference
+from tests.faults.harness import COMPARABLE, Launched, compile_shim, done, examine, reference
 from tests.faults.hosts import Hosts, possible
 
 _LIMIT = 90.0
@@ -130,3 +130,29 @@ def test_a_machine_is_cut_off_and_comes_back(tmp_path: Path, references: Path) -
                 job.close()
             store.kill()
             store.wait()
+
+
+@pytest.mark.skipif(not possible(), reason="network namespaces need root")
+def test_machines_whose_clocks_are_hours_apart_stay_together(tmp_path: Path, references: Path) -> None:
+    """One machine's clock is an hour ahead, and jumps two hours back while the run goes on: one world to the end."""
+    known = reference(references, "single", 1, *COMPARABLE)
+    shim = compile_shim(tmp_path / "shim")
+    if shim is None:
+        pytest.skip("a clock can be moved with a compiler only")
+    with Hosts(2) as hosts:
+        meet = f"{hosts.address(0)}:29518"
+        more = ("--nproc", "1", "--nnodes", "2", "--rdzv", meet, "--set", "model.pause=0.2")
+        first = Launched(tmp_path / "0", _arguments("ddp", *more), num_ranks=2, prefix=hosts.prefix(0))
+        ahead = Launched(tmp_path / "1", _arguments("ddp", *more), num_ranks=2, prefix=hosts.prefix(1), shim=shim)
+        ahead.disturb(clock=3600.0)
+        jobs = (first, ahead)
+        try:
+            _wait(lambda: any(_at_step(job, 8) for job in jobs), "step 8", *jobs)
+            ahead.disturb(clock=-3600.0)
+            _wait(lambda: len([job for job in jobs if job.over()]) == len(jobs), "the end", *jobs)
+            main = next(job for job in jobs if job.rows())
+            assert _worlds(main) == [2]
+            assert not examine(main, known, tolerance=1e-9)
+        finally:
+            for job in jobs:
+                job.close()
