@@ -112,8 +112,9 @@ def _kill_reader(scene: Scene, fault: Fault) -> None:
         with contextlib.suppress(OSError):
             children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in _words(path)]
             if children:
+                scene.killed.append(scene.chance.choice(children))
                 fault.started = time.monotonic()
-                os.kill(scene.chance.choice(children), signal.SIGKILL)
+                os.kill(scene.killed[-1], signal.SIGKILL)
                 return
         time.sleep(0.002)
     raise Missed

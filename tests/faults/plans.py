@@ -20,6 +20,7 @@ class Setting:
     arguments: tuple[str, ...]
     tolerance: float | None  # 0 is bit by bit; None: compared by what was trained on, and by the loss
     num_faults: int  # in a job
+    pause: float = 0.02  # in each forward
 
 
 SETTINGS = {
@@ -28,7 +29,8 @@ SETTINGS = {
     # Faults after which the job goes on in other micro-batches, or that only a short timeout finds.
     "comparable": Setting((*COMPARABLE, "--timeout", "6"), 1e-9, 6),
     "async": Setting((*COMPARABLE, "--timeout", "20", "--staleness", "3"), None, 8),
-    "machines": Setting((*COMPARABLE, "--timeout", "5"), 1e-9, 4),
+    # Slow enough that a machine which comes back, and imports torch for seconds, finds the job at work.
+    "machines": Setting((*COMPARABLE, "--timeout", "5"), 1e-9, 4, pause=0.15),
 }
 
 

@@ -16,6 +16,7 @@ from tests.faults.harness import (
     Launched,
     arguments_for,
     checkpoints_damaged,
+    done,
     reference_run,
     steps_missing,
     weights_differ,
@@ -43,7 +44,8 @@ def play(plan: JobPlan, base: Path, kept: Path | None = None) -> Result:
     folder = base / f"job-{plan.number}"
     row = plan.row
     known = _reference(row, base)
-    arguments = arguments_for(row.strategy, row.num_ranks, *row.arguments)
+    pause = f"model.pause={SETTINGS[row.setting].pause}"
+    arguments = arguments_for(row.strategy, row.num_ranks, *row.arguments, "--set", pause)
     result = Result(plan, folder)
     with opened(plan, folder, base, arguments) as scene:
         try:
@@ -184,9 +186,11 @@ def _note_recovery(fault: Fault, events: list[Event], starts: list[Event], after
     # A job that is hit while it is built has its own start still to come.
     fault.recovered, fault.restarted = True, len(starts) > int(fault.phase in ("building", "resume"))
     if starts:
-        before = [event for event in events if event.seconds < starts[-1].seconds]
-        reached = max((e.row["step"] for e in before if e.row["event"] == "step"), default=0)
-        fault.lost = max(0, reached - starts[-1].row.get("step", 0))
+        before = [event for event in events if event.seconds < starts[0].seconds]
+        reached = done([event.row for event in before])
+        # A machine that comes back when the others have ended without it does the rest alone, on its own disk.
+        is_late = any(event.row["event"] == "end" for event in before)
+        fault.lost = 0 if is_late else max(0, reached - starts[-1].row.get("step", 0))
         after = [event for event in after if event.seconds >= starts[-1].seconds]
     steps = [event for event in after if event.row["event"] == "step"][0 if starts else 1 :]
     fault.seconds = steps[0].seconds - fault.started if steps else None

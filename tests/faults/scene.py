@@ -70,6 +70,7 @@ class Scene:
     chance: random.Random
     hosts: Hosts | None = None
     events: list[Event] = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)  # by us, behind the launcher's back
 
     @property
     def job(self) -> Launched:
@@ -99,7 +100,9 @@ class Scene:
         found = [path for job in self.jobs for place in (job.temporary, job.memory) for path in place.iterdir()]
         run_dirs = {job.run_dir for job in self.jobs}
         found += [path for run in run_dirs for path in (*run.glob(".sites-*"), *run.glob("checkpoints/.step-*"))]
-        return [f"left behind: {path.relative_to(self.folder)}" for path in found]
+        # torch takes away the name of shared memory a moment after it is made; only its maker knows of it until then.
+        own = tuple(f"torch_{pid}_" for pid in self.killed)
+        return [f"left behind: {path.relative_to(self.folder)}" for path in found if not path.name.startswith(own)]
 
 
 def _special_files(folder: str, names: list[str]) -> list[str]:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rung.launch.ranks import Ranks
+from rung.status import StatusBoard
+
 _START = """
 import time
 from multiprocessing import forkserver
@@ -61,3 +64,28 @@ def test_a_temporary_directory_too_long_for_sockets_gives_way(
     assert address.is_relative_to("/tmp") and address.exists()
     started[0].send_signal(signal.SIGKILL)
     assert _is_gone(address.parent)
+
+
+def test_what_killed_data_workers_leave_in_shared_memory_goes_with_their_rank(tmp_path: Path) -> None:
+    """A worker is killed with its rank's group, perhaps between making a name for a tensor and removing it."""
+    script = "import subprocess, sys; subprocess.Popen(['sleep', '60']); print(flush=True); sys.stdin.read()"
+    rank = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert rank.stdout is not None
+    rank.stdout.readline()
+    worker = int(Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()[0])
+    left, others = (Path(f"/dev/shm/torch_{pid}_123_0") for pid in (worker, os.getpid()))
+    for path in (left, others):
+        path.touch()
+    try:
+        ranks = Ranks(StatusBoard(tmp_path / "status", 1, create=True))
+        ranks._pids = {0: rank.pid}
+        ranks.end()
+        assert not left.exists()
+        assert others.exists(), "it belongs to a process that lives"
+    finally:
+        for path in (left, others):
+            path.unlink(missing_ok=True)
+        rank.kill()
+        rank.wait()

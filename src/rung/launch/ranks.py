@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Collection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from rung.processes import is_running
@@ -16,6 +17,7 @@ from rung.status import RankStatus, StatusBoard
 
 # How long a finished rank may take to leave. Its results are written; threads of the task may be at their last words.
 LEAVE_SECONDS = 10.0
+_PROCESSES, _SHARED_MEMORY = Path("/proc"), Path("/dev/shm")
 
 
 class Ranks:
@@ -103,6 +105,7 @@ class Ranks:
         """
         self.look()
         self._ending = True
+        members = _members_of(set(self._pids.values()))
         for rank, pid in self._pids.items():
             if rank not in self.deaths:
                 _kill(os.kill, pid)
@@ -113,6 +116,29 @@ class Ranks:
             child.kill()
         for child in children:
             child.join(LEAVE_SECONDS)
+        _forget_shared_memory(members)
+
+
+def _members_of(groups: set[int]) -> set[int]:
+    """The processes of these process groups."""
+    found = set(groups)
+    for path in _PROCESSES.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if int(path.read_text().rpartition(")")[2].split()[2]) in groups:
+                found.add(int(path.parent.name))
+    return found
+
+
+def _forget_shared_memory(pids: Collection[int]) -> None:
+    """Remove what killed processes have left. torch gives each tensor that a data worker sends a name there and removes
+    it a moment later; a worker that is killed between the two cannot."""
+    if not pids:
+        return
+    for path in _SHARED_MEMORY.glob("torch_*"):
+        maker = path.name.split("_")[1]
+        if maker.isdigit() and int(maker) in pids:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _kill(how: Any, pid: int) -> None:
