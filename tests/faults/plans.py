@@ -88,6 +88,7 @@ ROWS = (
     Row("rpc-pp2", 2),
     Row("fsdp2,tp2", 4),
     Row("single", 1),
+    Row("ddp+ps", 3, num_servers=1),
     Row("zero3", 2, "machines", num_hosts=2, shares_disk=True),
     Row("pp2,fsdp2", 4),
     Row("pp2:1f1b", 2, "replicated"),

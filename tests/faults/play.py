@@ -220,6 +220,7 @@ def judge(scene: Scene, faults: list[Fault], known: Path) -> list[str]:
     for run_dir, job in ended.items():
         problems += weights_differ(run_dir, weights, tolerance, NUM_EPOCHS)
         problems += checkpoints_damaged(run_dir)
+        problems += [] if any((run_dir / "checkpoints").glob("step-*")) else ["the run has no checkpoint"]
         is_whole = scene.plan.row.num_hosts == 1 and not any(KINDS[fault.kind].loses_rows for fault in faults)
         problems += steps_missing(job, NUM_EPOCHS) if is_whole else []
         problems += _judge_async(job, known) if scene.plan.row.setting == "async" else []
