@@ -43,7 +43,7 @@ class RunConfig:
     rdzv: str | None = _setting(None, "where the machines of a job meet", str, flag=True)
     rdzv_key: str | None = _setting(
         None,
-        "file with the secret that the machines of a job share; default: RUNG_RDZV_KEY, or ~/.config/rung/key",
+        "file with the key that machines share; default: RUNG_RDZV_KEY, or the user's",
         str,
         flag=True,
     )

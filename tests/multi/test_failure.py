@@ -149,7 +149,7 @@ class Numbers(Dataset):
     def __getitem__(self, index):
         if self.training:
             strike("data", index // BATCH + 1)
-        return torch.full((4,), float(index)), torch.tensor(1.0)
+        return torch.full((4,), float(index % 12)), torch.tensor(1.0)  # small: it must not diverge in long runs
 
 
 def model():

@@ -181,7 +181,7 @@ def test_a_host_taken_away_and_brought_back_leaves_no_trace_in_the_weights(hosts
         _wait(jobs, lambda: all(job.over() for job in jobs), "the end", hold=False)
         assert [job.process.returncode for job in jobs] == [0, 0, 0]
         main = next(job for job in jobs if (job.run_dir / "model.safetensors").exists())
-        assert not examine(main, known, tolerance=1e-9)
+        assert not examine(main, known, tolerance=1e-9, has_all_files=False)
     finally:
         for job in jobs:
             job.close()

@@ -83,7 +83,7 @@ def test_workers_may_come_and_go_and_have_time_to_save() -> None:
     least, most = count_range(options.nnodes, "nnodes")
     assert least < worker["deploy"]["replicas"] < most
     host, _, port = options.rdzv.partition(":")
-    assert _build_parser().parse_args(services[host]["command"]).port == int(port)
+    assert _build_parser().parse_args(services[host]["command"]).place == port
     assert options.resume_if_there and Path(options.out).is_relative_to("/runs") and "runs:/runs" in worker["volumes"]
     assert int(worker["stop_grace_period"].removesuffix("s")) > 30, "what saving may take"
     assert worker["image"] == services[host]["image"] == "rung:cpu"

@@ -293,7 +293,7 @@ def test_a_run_of_any_length_is_read_in_bounded_memory(tmp_path: Path, monkeypat
         lines += map(step, range(again + 1, length + 1))
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         seen: list[Any] = []
-        monkeypatch.setattr("rung.report.runs._parsed", lambda text, seen=seen: seen.append(1) or json.loads(text))
+        monkeypatch.setattr("rung.report.runs._usable", lambda text, seen=seen: seen.append(1) or json.loads(text))
         data = read_all([folder])
         (row,) = data["rows"]
         steps = [number for number, _ in row["losses"]]
