@@ -141,7 +141,7 @@ def test_machines_whose_clocks_are_hours_apart_stay_together(tmp_path: Path, ref
         pytest.skip("a clock can be moved with a compiler only")
     with Hosts(2) as hosts:
         meet = f"{hosts.address(0)}:29518"
-        more = ("--nproc", "1", "--nnodes", "2", "--rdzv", meet, "--set", "model.pause=0.2")
+        more = ("--nproc", "1", "--nnodes", "2", "--rdzv", meet, "--set", "model.pause=0.1")
         first = Launched(tmp_path / "0", _arguments("ddp", *more), num_ranks=2, prefix=hosts.prefix(0))
         ahead = Launched(tmp_path / "1", _arguments("ddp", *more), num_ranks=2, prefix=hosts.prefix(1), shim=shim)
         ahead.disturb(clock=3600.0)

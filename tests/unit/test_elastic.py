@@ -14,6 +14,7 @@ import pytest
 from rung.config import RunConfig
 from rung.errors import ConfigError, EnvironmentProblem, StrategyError
 from rung.launch.elastic import Restarts, Terms, announce, retire, running_launcher, scale, terms_of, wanted_processes
+from rung.launch.server import _MAX_TEMPORARY_BYTES
 from rung.network import address_towards, answers, interface_of, split_endpoint
 from rung.strategy import fit
 
@@ -186,3 +187,9 @@ print("woke")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
     assert done.stdout == "woke\n", done.stderr
+
+
+def test_sockets_of_ranks_have_room_for_their_names() -> None:
+    """Linux takes 107 bytes. A temporary directory that leaves too few gives way to /tmp."""
+    folder = Path("/tmp/" + "x" * (_MAX_TEMPORARY_BYTES - 5)) / "pymp-12345678" / "rank-12345"
+    assert len(str(folder / "listener-12345678")) == 107

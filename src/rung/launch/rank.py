@@ -109,7 +109,7 @@ def use_folder_of_rank(rank: int) -> None:
         return
     own = Path(config["tempdir"]) / f"rank-{rank}"
     shutil.rmtree(own, ignore_errors=True)
-    own.mkdir()
+    own.mkdir(parents=True, exist_ok=True)
     config["tempdir"] = str(own)
 
 

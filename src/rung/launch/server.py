@@ -25,8 +25,8 @@ _PRELOADED = [
 # Born with these blocked: the server ignores Ctrl-C by itself only once it has imported everything, and a polite
 # request to end that reaches every process of the job must not end it, since the ranks would end with it.
 SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# The path of a socket has 107 bytes, of which multiprocessing's own names (/pymp-12345678/listener-12345678) take 32.
-_MAX_TEMPORARY_BYTES = 75
+# The path of a socket has 107 bytes, of which these names take 43: /pymp-12345678/rank-12345/listener-12345678.
+_MAX_TEMPORARY_BYTES = 64
 
 
 def warm_up(modules: Sequence[str] = _PRELOADED) -> None:
