@@ -47,7 +47,7 @@ REPETITIONS = [
     r"test_elastic.*(ranks_that_cannot_stop|second_sigterm)",
     r"test_state_copies.*rescued_state\[zero[12]-",
     r"test_trainers.*that_fails_is_told_of",
-    r"test_faults.*test_comes_through\[(tp2|zero1|zero3)",
+    r"test_faults.*test_comes_through\[(tp2|zero1|zero3|ps-async)\]",
     r"test_pretend_world.*test_64_stages",
     r"test_pretend_world.*in_each_stage\[(pp4,zero1|pp4:zb,ddp|ddp,tp4|pp4,ddp|pp4:gpipe,ddp|pp4,zero2)-",
     r"test_plan.*few_blocks_agrees_with_the_whole\[pp2,ddp2",
