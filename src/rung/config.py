@@ -272,6 +272,8 @@ def check(key: str, value: Any) -> Any:
         raise ConfigError(
             f"rdzv is the name or address of one of the machines and a port there, as in node1:29500, not {value!r}."
         )
+    if key == "rdzv" and value.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::"):
+        raise ConfigError(f"rdzv={value} is no address that another machine could reach: name one of the machines.")
     if key in ("workers", "seed", "max_restarts", "staleness", "compress_warmup") and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
     if isinstance(value, int) and value >= 2 ** _BITS.get(key, 48):

@@ -77,8 +77,10 @@ def _read(path: Path, what: str) -> str:
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{what}, {path}, is not a file.")
         # A key that everybody can read is no secret. Those that a container mounts have modes that nobody can change.
-        if found.st_mode & stat.S_IRWXO and found.st_uid == os.geteuid() and os.access(path.parent, os.W_OK):
-            raise ConfigError(f"{what}, {path}, can be read by every user of this machine: chmod 600 {path}")
+        if found.st_mode & 0o077 and found.st_uid == os.geteuid() and os.access(path.parent, os.W_OK):
+            raise ConfigError(f"{what}, {path}, can be read by other users of this machine: chmod 600 {path}")
+        if found.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(f"{what}, {path}, belongs to another user of this machine, who knows it then.")
         text = file.read(_MOST_BYTES + 1)
     try:
         return _checked(text.decode().strip(), f"{what}, {path},")

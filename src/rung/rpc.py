@@ -2,8 +2,9 @@
 
 RPC carries pickled calls, and TensorPipe, which is below it, asks nobody who they are. So it listens on loopback unless
 a host is given, and every pickle carries a signature with the key of the job, which is checked before it is read.
-Tensors are not signed: on a network that strangers reach, numbers can be changed. TensorPipe is in maintenance mode;
-whatever Rung needs of it is here and nowhere else.
+That is not enough where strangers reach the port: beside pickles TensorPipe takes calls of torch's own operators, which
+its C++ carries out without asking anybody, and some of them read and write files. It belongs inside a trusted network
+and on machines without other users. TensorPipe is in maintenance mode; all that Rung needs of it is here alone.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Calls:
 
     def describe(self) -> str:
         where = "loopback" if self.interface == "lo" else f"interface {self.interface}"
-        return f"rpc: listens on {where}; calls are signed with the job's key, tensors are not"
+        return f"rpc: listens on {where}; Python calls are signed with the job's key; belongs inside a trusted network"
 
     def start(self, rank: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Begin to call a function in another process. The future holds its result, or the error it raised."""

@@ -19,6 +19,7 @@ import json
 import os
 import random
 import re
+import shlex
 import struct
 import sys
 import time
@@ -671,7 +672,8 @@ def main() -> int:
     if asked.out is not None:
         told = {name: {k: round(v, 1) if k == "seconds" else v for k, v in asdict(result).items() if k != "findings"}
                 for name, result in results.items()}  # fmt: skip
-        total = {"seed": asked.seed, "inputs": sum(result.inputs for result in results.values())}
+        command = shlex.join(["python", "-m", "tests.security.fuzz", *sys.argv[1:]])
+        total = {"command": command, "seed": asked.seed, "inputs": sum(result.inputs for result in results.values())}
         Path(asked.out).write_text(json.dumps({**total, "targets": told, "findings": findings}, indent=1) + "\n")
     return 1 if findings else 0
 

@@ -136,9 +136,10 @@ def test_a_key_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(ConfigError, match="is not text"):
         shared_key(str(file))
     file.write_text("long enough for a key")
-    file.chmod(0o644)
-    with pytest.raises(ConfigError, match="can be read by every user of this machine: chmod 600"):
-        shared_key(str(file))
+    for mode in (0o644, 0o640, 0o660):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match="can be read by other users of this machine: chmod 600"):
+            shared_key(str(file))
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ConfigError, match="is not a file"):
         shared_key(str(tmp_path / "pipe"))

@@ -14,11 +14,16 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+)
 
 from rung.checkpoint.places import state_folders
 from rung.checkpoint.survey import Place, find_newest
 from rung.disk import reason
+from rung.errors import EnvironmentProblem
 from rung.launch.console import JobConsole
 from rung.launch.elastic import Restarts, Terms, announce, running_launcher
 from rung.launch.meeting import LauncherLost, Meeting
@@ -28,7 +33,6 @@ from rung.launch.resume import CONFIG
 from rung.launch.rounds import Fate, Round
 from rung.launch.signals import Asked, Signals
 from rung.launch.watch import Outcome, Watch
-from rung.signed_store import ForgedMessage
 from rung.status import StatusBoard
 from rung.strategy import parse
 from rung.train import Job
@@ -185,7 +189,9 @@ class RankAgent(LocalElasticAgent):
             try:
                 round_ = self._signals.aside(meet, say)
                 break
-            except (Asked, RendezvousClosedError, RendezvousGracefulExitError, ForgedMessage):
+            except (Asked, RendezvousClosedError, RendezvousGracefulExitError):
+                raise
+            except (EnvironmentProblem, RendezvousStateError):  # forged, or of another version: no retry would mend it
                 raise
             except LauncherLost:
                 time.sleep(0.1)

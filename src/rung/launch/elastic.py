@@ -16,7 +16,7 @@ from typing import Any
 from rung.checkpoint.places import refuse_escapes
 from rung.config import RunConfig, count_range
 from rung.errors import ConfigError
-from rung.network import resolve_host, split_endpoint
+from rung.network import address_among_others, split_endpoint
 from rung.processes import is_running, machine_name, started_at
 from rung.untrusted import read_json, read_regular
 
@@ -185,7 +185,8 @@ def keep_store(place: str, when_ready: Callable[[str], None], *, once: bool = Fa
     if not place.rpartition(":")[2].isdigit():
         raise ConfigError(f"rung rdzv takes PORT or HOST:PORT, as in 29500 or node1:29500, not {place!r}.")
     host, port = split_endpoint(place) if ":" in place else ("", int(place))
-    address = resolve_host(host, port) if host else "0.0.0.0"
+    # The own name may mean loopback here, where no other machine would find the store.
+    address = address_among_others(host, port)[0] if host else "0.0.0.0"
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
