@@ -10,6 +10,7 @@ import socket
 import stat
 import struct
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from rung.errors import EnvironmentProblem
@@ -116,14 +117,21 @@ def answers(host: str, port: int, seconds: float = 1.0) -> bool:
         return False
 
 
+def own_sockets() -> Iterator[socket.socket]:
+    """The network sockets of this process, whoever opened them. Each is a duplicate that is closed before the next."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if _is_socket(number):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                    yield found
+
+
 def close_connections() -> None:
     """End every network connection of this process, whoever opened it. The other sides notice, too."""
-    sockets = [int(name) for name in os.listdir("/proc/self/fd") if _is_socket(int(name))]
-    for number in sockets:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.getpeername()  # a listening one has none, and gloo aborts if it is closed
-                connection.shutdown(socket.SHUT_RDWR)
+    for connection in own_sockets():
+        with contextlib.suppress(OSError):
+            connection.getpeername()  # a listening one has none, and gloo aborts if it is closed
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _is_socket(number: int) -> bool:

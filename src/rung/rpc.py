@@ -1,14 +1,14 @@
 """Calls between the processes of a job: the one module that knows torch's RPC.
 
-RPC carries pickled calls, and TensorPipe, which is below it, asks nobody who they are. So it listens on loopback unless
-a host is given, and every pickle carries a signature with the key of the job, which is checked before it is read.
-That is not enough where strangers reach the port: beside pickles TensorPipe takes calls of torch's own operators, which
-its C++ carries out without asking anybody, and some of them read and write files. It belongs inside a trusted network
-and on machines without other users. TensorPipe is in maintenance mode; all that Rung needs of it is here alone.
+RPC carries pickled calls, and calls of torch's own operators, and TensorPipe, which is below it, asks nobody who they
+are. So it listens on loopback unless a host is given, connections of others than the ranks are kept out by a
+ConnectionFilter, and every pickle carries a signature with the key of the job, which is checked before it is read.
+Nothing is encrypted. TensorPipe is in maintenance mode; all that Rung needs of it is here alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -23,11 +23,14 @@ from torch.distributed import register_rendezvous_handler, rpc  # type: ignore[a
 from torch.distributed.rpc import api, internal
 from torch.futures import Future
 
+from rung.connection_filter import ConnectionFilter
+from rung.environment import outside_attempt
 from rung.errors import EnvironmentProblem
 from rung.network import interface_of
 from rung.signed_store import SignedStore
 
 _SHUTDOWN_SECONDS = 30
+_opened = itertools.count()  # the worlds of this process
 _CALL = "rpc"  # what a call is signed as; no name in the store
 
 
@@ -46,16 +49,39 @@ class Calls:
         scheme = f"rung{id(store)}"
         register_rendezvous_handler(scheme, lambda *_, **__: iter([(store, rank, size)]))  # type: ignore[no-untyped-call]
         options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=threads, rpc_timeout=timeout_seconds, init_method=f"{scheme}://"
+            num_worker_threads=threads,
+            rpc_timeout=timeout_seconds,
+            init_method=f"{scheme}://",
+            # One TCP port. By default there are 16 more, and Unix sockets without a filter, and it is no quicker.
+            _transports=["uv"],
+            _channels=["basic"],
         )
         _sign_calls(store)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a device map, which there is none of
-            rpc.init_rpc(_name(rank), rank=rank, world_size=size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+        self._filter = ConnectionFilter(rank, size, store, f"rpc-{outside_attempt()}-{next(_opened)}")
+        store.before_set = self._filter.guard
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about a device map, which there is none of
+                rpc.init_rpc(_name(rank), rank=rank, world_size=size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+            for answer in [self.start(other, _answer) for other in range(size)]:
+                answer.wait()
+            self._filter.seal(timeout_seconds)
+        except RuntimeError as error:
+            if (reason := self._filter.failure()) is not None:
+                raise reason from error
+            raise
+        finally:
+            store.before_set = None
+            self._filter.end()
 
     def describe(self) -> str:
         where = "loopback" if self.interface == "lo" else f"interface {self.interface}"
-        return f"rpc: listens on {where}; Python calls are signed with the job's key; belongs inside a trusted network"
+        if self._filter.problem:
+            return (
+                f"rpc: listens on {where}, where it keeps nobody out ({self._filter.problem}): whoever reaches it "
+                "reads and writes your files"
+            )
+        return f"rpc: listens on {where}, for the ranks of this job alone; what they send is not encrypted"
 
     def start(self, rank: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Begin to call a function in another process. The future holds its result, or the error it raised."""
@@ -72,6 +98,10 @@ class Calls:
     def abandon(self) -> None:
         """End without the others."""
         rpc.shutdown(graceful=False)
+
+
+def _answer() -> None:
+    """Called by each rank on each, itself among them, so that all are connected before others are shut out."""
 
 
 class _SigningPickler(internal._InternalRPCPickler):

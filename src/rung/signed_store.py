@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,8 +39,11 @@ class SignedStore(Store):
         self._key = key.encode()
         self._counters: set[str] = set()  # names that this process has added to; RPC reads some of them back
         self.host, self.port = store.host, store.port
+        self.before_set: Callable[[str, bytes], None] | None = None  # is called with a name and its new value
 
     def set(self, name: str, value: str | bytes) -> None:
+        if self.before_set is not None:
+            self.before_set(name, value.encode() if isinstance(value, str) else bytes(value))
         self.unsigned.set(name, self.sign(name, value))
 
     def get(self, name: str) -> bytes:

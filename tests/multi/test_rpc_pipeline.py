@@ -305,7 +305,7 @@ def test_the_command_trains_the_example_and_says_what_rpc_is(tmp_path: Path) -> 
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "rpc: listens on loopback; it carries pickled calls and belongs inside a trusted network" in done.stdout
+    assert "rpc: listens on loopback, for the ranks of this job alone; what they send is not encrypted" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["event"] == "step"]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1

@@ -43,7 +43,7 @@ def test_ps_equals_one_process(name: str) -> None:
     results = compare(TASKS[name], "ps", 4, trainers=3)
     assert results[0].bytes["optimizer"] > 0
     assert [r.bytes["optimizer"] for r in results[1:]] == [0, 0, 0], "trainers keep no state"
-    assert any("signed with the job's key" in note for note in results[0].notes)
+    assert any("for the ranks of this job alone" in note for note in results[0].notes)
 
 
 def test_ps_with_two_servers_clipping_and_accumulation() -> None:
