@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import fill_marks, machine_facts, write
+from benchmarks.report import fill_page, machine_facts, write
 from benchmarks.usage import content_of, descendants, usage_of
 from rung.status import read_statuses
 
@@ -272,14 +272,6 @@ def sentence(content: dict[str, Any]) -> str:
     )
 
 
-def fill_page(source: Path) -> None:
-    """A trial, whose results lie elsewhere, is not for the page."""
-    if source.resolve().is_relative_to(Path("benchmarks/results").resolve()):
-        content = json.loads(source.read_text())
-        fill_marks(_PAGE, marks(content))
-        print(f"{source} -> {_PAGE}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
@@ -292,7 +284,7 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="write the page from these figures, and measure nothing")
     options = parser.parse_args()
     if options.show is not None:
-        fill_page(options.show)
+        fill_page(_PAGE, options.show, marks)
         return
     if options.steps < 4 * _WINDOW:
         parser.error(f"--steps {options.steps}: the first and the last thousand steps are compared; 4000 at least.")
@@ -317,7 +309,7 @@ def main() -> None:
         show(strategy, result)
         content["strategies"][strategy] = result
         write(options.out, content)
-    fill_page(options.out)
+    fill_page(_PAGE, options.out, marks)
     grown = {name: result["grown"] for name, result in content["strategies"].items() if result["grown"]}
     for name, figures in grown.items():
         print(f"{name}: more than {100 * _LIMIT:.0f} % above the first: {', '.join(figures)}")

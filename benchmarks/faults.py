@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import fill_marks, machine_facts, write
+from benchmarks.report import fill_page, machine_facts, write
 from benchmarks.tasks.faults import BATCH_SIZE
 from rung.status import read_statuses
 from rung.svg import BLUE, GREEN, GREY, INK, LINE, MARGIN, ORANGE, WIDTH, Page
@@ -311,12 +311,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.show is None:
         write(options.out, measure(options))
-    source = options.show or options.out
-    if source.resolve().is_relative_to(Path("benchmarks/results").resolve()):  # a trial is not for the page
-        figures = json.loads(source.read_text())
-        fill_marks(_PAGE, marks(figures))
+    if (figures := fill_page(_PAGE, options.show or options.out, marks)) is not None:
         _PICTURE.write_text(picture(figures))
-        print(f"{source} -> {_PAGE}, {_PICTURE}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limited import Cable
-from benchmarks.report import fill_marks, machine_facts, write
+from benchmarks.report import fill_page, machine_facts, write
 from benchmarks.usage import descendants, usage_of
 from rung.checkpoint.manifest import folder_of, read_checkpoint, steps_in, write_manifest
 
@@ -400,14 +400,6 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def fill_page(source: Path) -> None:
-    """A trial, whose results lie elsewhere, is not for the page."""
-    if source.resolve().is_relative_to(Path("benchmarks/results").resolve()):
-        content = json.loads(source.read_text())
-        fill_marks(_PAGE, marks(content))
-        print(f"{source} -> {_PAGE}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(_PARTS), default=list(_PARTS))
@@ -417,7 +409,7 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="write the page from these figures, and measure nothing")
     options = parser.parse_args()
     if options.show is not None:
-        fill_page(options.show)
+        fill_page(_PAGE, options.show, marks)
         return
     content: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.load", *sys.argv[1:]]),
@@ -433,7 +425,7 @@ def main() -> None:
         worse = worse_than_linear(rows)
         content["parts"][part] = {"rows": rows, "exponents": growth(rows), "worse_than_linear": worse}
         write(options.out, content)
-    fill_page(options.out)
+    fill_page(_PAGE, options.out, marks)
     worse = [line for part in content["parts"].values() for line in part["worse_than_linear"]]
     print("\n" + ("\n".join(worse) if worse else "nothing grows faster than linearly"))
     sys.exit(1 if worse else 0)

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,16 @@ def table(cases: dict[str, Any]) -> Table:
 def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def fill_page(page: Path, source: Path, marks: Callable[[dict[str, Any]], dict[str, str]]) -> dict[str, Any] | None:
+    """Write what results mean into a page; returns them. A trial, whose results lie elsewhere, is not for the page."""
+    if not source.resolve().is_relative_to(Path("benchmarks/results").resolve()):
+        return None
+    content: dict[str, Any] = json.loads(source.read_text())
+    fill_marks(page, marks(content))
+    print(f"{source} -> {page}")
+    return content
 
 
 def fill_marks(page: Path, told: Mapping[str, str]) -> None:
