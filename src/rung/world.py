@@ -167,6 +167,8 @@ class World:
             )
         if self.pretend:
             fakes.adapt_ddp(ddp, self.size, reduce_in, has_storage=self.has_storage)
+        elif not find_unused:
+            _order_buckets(ddp)
         return ddp
 
     def place(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -307,6 +309,31 @@ def open_world(
 
 
 _num_joined = 0  # groups that this process has been in
+
+
+def _order_buckets(ddp: DistributedDataParallel) -> None:
+    """Let DDP order its buckets now, by a backward in which gradients are zero, rather than after the first step.
+
+    DDP reduces the first step in buckets of its own guess, and orders them anew by when gradients came in it. Where an
+    element lies in a bucket decides in which order three or more ranks add it up, so a run that was resumed, whose first
+    step is a later one, would end with other bits than the run that was not.
+    """
+    if any(getattr(module, "sparse", False) for module in ddp.modules()):
+        return  # DDP knows which gradients are sparse, and refuses others
+    module, parameters = ddp.module, [p for p in ddp.module.parameters() if p.requires_grad]
+
+    def touch_all() -> torch.Tensor:
+        sums = [parameter.sum() for parameter in parameters]
+        real = [total.real if total.is_complex() else total for total in sums]
+        return torch.stack([total.double() for total in real]).sum() * 0
+
+    module.forward = touch_all
+    try:
+        ddp().backward()
+    finally:
+        del module.forward
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _join_group(backend: str, store: SignedStore | None, rank: int, size: int, timeout: datetime.timedelta) -> None:
