@@ -87,6 +87,7 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
         code = RESUME_EXIT_CODE if summary.stopped else 0
         release_room(state, rank)
         if rank == 0 and not summary.stopped:
+            state.mkdir(parents=True, exist_ok=True)  # somebody may have removed the run's directory meanwhile
             (state / "summary").write_text(json.dumps(asdict(summary)))
         wait_for_threads()
     except BaseException as error:
