@@ -260,8 +260,13 @@ def _processes_left(job: Launched) -> list[str]:
 
 
 def steps_missing(job: Launched, num_epochs: int) -> list[str]:
-    steps = [row["step"] for row in committed(job.run_dir / "metrics.jsonl") if row["event"] == "step"]
-    return [f"steps done: {steps}"] if steps != list(range(1, num_epochs * STEPS_PER_EPOCH + 1)) else []
+    """Each step has one line. The one that a run went on from may have none: a rank that failed in it may have taken
+    its part of the loss along, while another one had finished the update."""
+    rows = committed(job.run_dir / "metrics.jsonl")
+    steps = [row["step"] for row in rows if row["event"] == "step"]
+    resumed = {row["step"] for row in rows if row["event"] == "resume"}
+    missing = set(range(1, num_epochs * STEPS_PER_EPOCH + 1)) - set(steps) - resumed
+    return [f"steps done: {steps}"] if missing or steps != sorted(set(steps)) else []
 
 
 def weights_differ(

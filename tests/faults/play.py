@@ -156,8 +156,8 @@ def _owed(scene: Scene, fault: Fault) -> str:
         return EITHER  # the others go on without a trainer, until the last one is gone
     if fault.kind == "machine-off":
         return RESTART if fault.world > 1 else EITHER
-    if owed == CONTINUE and row.setting == "machines":
-        return EITHER  # machines may have been about to come together again
+    if owed == CONTINUE and row.setting == "machines" and fault.world < row.num_ranks:
+        return EITHER  # a machine that was away may have been about to come back
     return owed
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -102,7 +103,10 @@ class Scene:
         found += [path for run in run_dirs for path in (*run.glob(".sites-*"), *run.glob("checkpoints/.step-*"))]
         # torch takes away the name of shared memory a moment after it is made; only its maker knows of it until then.
         own = tuple(f"torch_{pid}_" for pid in self.killed)
-        return [f"left behind: {path.relative_to(self.folder)}" for path in found if not path.name.startswith(own)]
+        # The C library makes a semaphore under such a name and renames it at once: one that was killed in between.
+        unnamed = re.compile(r"sem\.[A-Za-z0-9]{6}")
+        left = [path for path in found if not path.name.startswith(own) and not unnamed.fullmatch(path.name)]
+        return [f"left behind: {path.relative_to(self.folder)}" for path in left]
 
 
 def _special_files(folder: str, names: list[str]) -> list[str]:
