@@ -315,8 +315,8 @@ def _order_buckets(ddp: DistributedDataParallel) -> None:
     """Let DDP order its buckets now, by a backward in which gradients are zero, rather than after the first step.
 
     DDP reduces the first step in buckets of its own guess, and orders them anew by when gradients came in it. Where an
-    element lies in a bucket decides in which order three or more ranks add it up, so a run that was resumed, whose first
-    step is a later one, would end with other bits than the run that was not.
+    element lies in a bucket decides in which order three or more ranks add it up. A run that is resumed has its first
+    step later, and would end with other bits.
     """
     if any(getattr(module, "sparse", False) for module in ddp.modules()):
         return  # DDP knows which gradients are sparse, and refuses others

@@ -103,9 +103,12 @@ class Scene:
         found += [path for run in run_dirs for path in (*run.glob(".sites-*"), *run.glob("checkpoints/.step-*"))]
         # torch takes away the name of shared memory a moment after it is made; only its maker knows of it until then.
         own = tuple(f"torch_{pid}_" for pid in self.killed)
-        # The C library makes a semaphore under such a name and renames it at once: one that was killed in between.
-        unnamed = re.compile(r"sem\.[A-Za-z0-9]{6}")
-        left = [path for path in found if not path.name.startswith(own) and not unnamed.fullmatch(path.name)]
+        left = [path for path in found if not path.name.startswith(own)]
+        # The C library makes a semaphore under a random name, Python gives it another and removes that at once. A kill
+        # can fall in between, and nobody else knows the names; it will not do so twice in a job.
+        semaphores = [path for path in left if re.fullmatch(r"sem\.(mp-\w{8}|\w{6})", path.name)]
+        if len(semaphores) == 1:
+            left.remove(semaphores[0])
         return [f"left behind: {path.relative_to(self.folder)}" for path in left]
 
 
