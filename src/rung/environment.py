@@ -36,7 +36,8 @@ _PET = {
     "rdzv": "PET_RDZV_ENDPOINT",
     "max_restarts": "PET_MAX_RESTARTS",
 }
-KEY_VARIABLE = "RUNG_RDZV_KEY"  # the secret that the processes of a job share
+KEY_VARIABLE = "RUNG_RDZV_KEY"  # the secret that the processes of a user's jobs share
+WORLD_KEY_VARIABLE = "RUNG_WORLD_KEY"  # that of the ranks of one world, which is of no use in another
 _SLURM_PORTS = range(15000, 25000)  # below those that systems give away by themselves
 
 
@@ -270,13 +271,17 @@ def has_store() -> bool:
 
 
 def environment_key() -> str | None:
-    """The key of the job, if whoever started this process gave it one."""
+    """The shared key, if the user or a scheduler put one into the environment."""
     return os.environ.get(KEY_VARIABLE) or None
 
 
-def set_environment_key(key: str) -> None:
-    """Give this process, and those that it starts, the key of the job."""
-    os.environ[KEY_VARIABLE] = key
+def environment_world_key() -> str | None:
+    """The key of the world that this process is a rank of, if its launcher has made one."""
+    return os.environ.get(WORLD_KEY_VARIABLE) or None
+
+
+def set_environment_world_key(key: str) -> None:
+    os.environ[WORLD_KEY_VARIABLE] = key
 
 
 def use_interface(name: str | None) -> None:

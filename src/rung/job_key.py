@@ -2,7 +2,8 @@
 
 A job of one machine gets a random key from its launcher. Launchers on several machines, and ranks that other programs
 start, need a key that they all find: a file, an environment variable, or a file in the user's home directory, which
-most clusters share. Standard library only.
+most clusters share. Several jobs may share it. So the ranks of a world sign with a key that is derived from it and from
+nonces of that world's processes. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ _MOST_BYTES = 4096
 
 def new_key() -> str:
     return secrets.token_hex(32)
+
+
+def new_nonce() -> str:
+    """A number that nobody has used before. What repeats or is derived from it was not written earlier."""
+    return secrets.token_hex(16)
 
 
 def derive_key(key: str, purpose: str) -> str:

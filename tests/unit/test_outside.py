@@ -48,6 +48,7 @@ TORCHRUN = {
     "MASTER_PORT": "1",
     "TORCHELASTIC_RUN_ID": "job",
 }
+KEY = "known to the ranks of tests"
 PLACE = Place("mpirun", 0, 4, 0, 4, "job")
 
 
@@ -188,7 +189,7 @@ def test_ranks_of_one_machine_meet_without_mpi(monkeypatch: pytest.MonkeyPatch, 
     found = {}
 
     def meet(rank: int) -> None:
-        found[rank] = store.open_store(Place("mpirun", rank, 3, rank, 3, "a job"), over_mpi=False)
+        found[rank] = store.open_store(Place("mpirun", rank, 3, rank, 3, "a job"), over_mpi=False, key=KEY)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in (2, 1, 0)]
     for thread in threads:
@@ -211,20 +212,20 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch: pytest.Mo
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(EnvironmentProblem, match="is open to other users"):
-        store.open_store(Place("mpirun", 1, 2, 1, 2, "a job"), over_mpi=False)
+        store.open_store(Place("mpirun", 1, 2, 1, 2, "a job"), over_mpi=False, key=KEY)
 
 
 def test_a_port_that_nobody_can_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(EnvironmentProblem, match="MASTER_PORT=0 is in the environment"):
-        store.open_store(None, over_mpi=False)
+        store.open_store(None, over_mpi=False, key=KEY)
 
 
 def test_several_machines_without_mpi4py_must_be_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, {})
     monkeypatch.setattr(library, "is_installed", lambda: False)
     with pytest.raises(EnvironmentProblem, match="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"):
-        store.open_store(Place("mpirun", 0, 4, 0, 2, "a job"), over_mpi=False)
+        store.open_store(Place("mpirun", 0, 4, 0, 2, "a job"), over_mpi=False, key=KEY)
 
 
 def test_rank_0_serves_the_store_at_an_address_that_others_may_reach(monkeypatch: pytest.MonkeyPatch) -> None:

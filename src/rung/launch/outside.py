@@ -27,7 +27,7 @@ from rung.environment import (
     contradiction,
     describe,
     outside_attempt,
-    set_environment_key,
+    set_environment_world_key,
     store_address,
     use_interface,
 )
@@ -134,7 +134,7 @@ class Gathering:
         self.machine = f"{machine_name()}-{place.node}" if place.node else machine_name()
         # Kept as long as the process lives: rank 0's is the one that all groups use.
         self._whole = open_store(place, over_mpi=backend == "mpi", key=key)
-        set_environment_key(key)
+        set_environment_world_key(self._whole.key)
         describe(place, self._whole.host, self._whole.port)
         self._store: Store = PrefixStore(f"rung/{outside_attempt()}", self._whole)
 
