@@ -9,6 +9,7 @@ nonces of that world's processes. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -18,6 +19,8 @@ from pathlib import Path
 from rung.environment import KEY_VARIABLE, environment_key
 from rung.errors import ConfigError, EnvironmentProblem
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # by file system: FAT, some of FUSE, AFS
 _LEAST_CHARACTERS = 16
 _MOST_BYTES = 4096
 
@@ -63,13 +66,22 @@ def _user_key() -> str:
 def _make(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".key-{secrets.token_hex(8)}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{new_key()}\n")
-    # A link, not a rename: of several machines that make it at the same moment, the first one's stays.
-    with contextlib.suppress(FileExistsError):
-        os.link(partial, path)
-    partial.unlink()
+    descriptor = os.open(partial, _NEW, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{new_key()}\n")
+        # A link, not a rename: of several machines that make it at the same moment, the first one's stays.
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Nor can it be renamed without replacing another's. Who reads it before it is written finds it too short, and
+        # is told so.
+        with contextlib.suppress(FileExistsError), os.fdopen(os.open(path, _NEW, 0o600), "w") as file:
+            file.write(partial.read_text())
+    finally:
+        partial.unlink()
 
 
 def _read(path: Path, what: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import pickle
@@ -121,6 +122,27 @@ def test_the_key_is_of_the_flag_then_of_the_environment_then_of_the_user(
     file.write_text("of the flag, and long enough\n")
     file.chmod(0o600)
     assert shared_key(str(file)) == "of the flag, and long enough"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSPC])
+def test_a_key_is_made_where_the_file_system_has_no_links(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("RUNG_RDZV_KEY", raising=False)
+    made = tmp_path / "rung" / "key"
+    if number == errno.ENOSPC:  # which is no matter of links
+        with pytest.raises(EnvironmentProblem, match="cannot be made: No space left"):
+            shared_key()
+        assert list(made.parent.iterdir()) == []
+        return
+    own = shared_key()
+    assert shared_key() == own and len(own) == 64 and made.stat().st_mode & 0o777 == 0o600
+    assert list(made.parent.iterdir()) == [made], "nothing stays behind"
 
 
 def test_a_key_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
