@@ -48,10 +48,14 @@ def shared_key(file: str | None = None) -> str:
     return _user_key()
 
 
+def user_folder() -> Path:
+    """Where Rung keeps what belongs to a user and to no job."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "rung"
+
+
 def _user_key() -> str:
     """The user's own key, made when it is first needed."""
-    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    path = Path(home) / "rung" / "key"
+    path = user_folder() / "key"
     try:
         if not path.exists():
             _make(path)

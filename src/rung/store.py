@@ -14,8 +14,10 @@ import hashlib
 import json
 import os
 import socket
+import stat
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +37,10 @@ from rung.environment import (
     store_address,
 )
 from rung.errors import EnvironmentProblem
-from rung.job_key import derive_key, new_nonce, shared_key
+from rung.job_key import derive_key, new_nonce, shared_key, user_folder
 from rung.mpi import library
 from rung.network import address_among_others, address_towards, answers, slurm_address
-from rung.processes import is_running
+from rung.processes import is_running, machine_name
 from rung.signed_store import LOOPBACK, SignedStore, join_store, serve_store
 
 if TYPE_CHECKING:
@@ -221,10 +223,24 @@ def _meet_in_file(place: Place) -> TCPStore:
 
 
 def _meeting_file(place: Place) -> Path:
-    """A file in a folder of this user's own: whoever writes it decides whom the ranks talk to."""
-    folder = Path(tempfile.gettempdir()) / f"rung-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
-        raise EnvironmentProblem(f"{folder} is open to other users, who could pretend to be rank 0. Remove it.")
+    """A file in a folder of this user's own: whoever writes it decides whom the ranks talk to. All ranks of a machine
+    find the same one. Anybody can make the first folder beforehand; the second may be on a disk of several machines."""
+    folders = [Path(tempfile.gettempdir()) / f"rung-{os.getuid()}", user_folder() / machine_name()]
+    found = next((folder for folder in folders if _is_private(folder)), None)
+    if found is None:
+        raise EnvironmentProblem(
+            f"{folders[0]} and {folders[1]} are not directories that this user alone can write to: others could "
+            "pretend to be rank 0. Remove one of them, or export another TMPDIR."
+        )
+    if found != folders[0] and place.is_main:
+        warnings.warn(f"{folders[0]} is open to other users: ranks find each other through {found}", stacklevel=2)
     name = f"{place.launcher}-{place.job}-{place.size}"
-    return folder / hashlib.sha256(name.encode()).hexdigest()[:20]
+    return found / hashlib.sha256(name.encode()).hexdigest()[:20]
+
+
+def _is_private(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()  # not `stat`: a link may lead to another folder of this user's
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return False
