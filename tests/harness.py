@@ -80,7 +80,7 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, results
         LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        RUNG_RDZV_KEY="known to the ranks of tests",
+        RUNG_WORLD_KEY="known to the ranks of tests",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     torch.set_num_threads(1)

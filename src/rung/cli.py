@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from rung.config import FLAGS, SETTINGS
 from rung.disk import is_refused, reason
-from rung.environment import outside_place, told_settings
+from rung.environment import ignored_interfaces, outside_place, told_settings
 from rung.errors import RESUME_EXIT_CODE, ConfigError, JobFailed, RungError
 from rung.flags import TRAINED, add_settings, assignments_of
+from rung.network import interface_of
 from rung.strategy import PRESETS, SCHEDULES
 from rung.submit.command import add_submit
 from rung.tools import add_tools, run_plan
@@ -114,6 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = outside_place()
         if place is not None and not place.is_main and options.call in _ALONE:
             return 0
+        starts_ranks = vars(options).pop("starts_ranks", False)
+        if starts_ranks and place is None and getattr(options, "rdzv", None) is None:
+            ignored = ignored_interfaces(interface_of("127.0.0.1"))
+            sys.stderr.write(f"{printable(ignored)}\n" if ignored is not None else "")
         return int(options.call(options))
     except JobFailed as error:
         sys.stderr.write(f"{printable(error, keep=_LAYOUT)}\n")
@@ -199,7 +204,7 @@ def _build_parser() -> _Parser:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, or an argument of the task"
     )
     verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
-    verify.set_defaults(call=_verify)
+    verify.set_defaults(call=_verify, starts_ranks=True)
 
     explain = commands.add_parser(
         "explain",

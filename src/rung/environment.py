@@ -36,7 +36,10 @@ _PET = {
     "rdzv": "PET_RDZV_ENDPOINT",
     "max_restarts": "PET_MAX_RESTARTS",
 }
-KEY_VARIABLE = "RUNG_RDZV_KEY"  # the secret that the processes of a job share
+KEY_VARIABLE = "RUNG_RDZV_KEY"  # the secret that the processes of a user's jobs share
+WORLD_KEY_VARIABLE = "RUNG_WORLD_KEY"  # that of the ranks of one world, which is of no use in another
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK = "lo"
 _SLURM_PORTS = range(15000, 25000)  # below those that systems give away by themselves
 
 
@@ -270,25 +273,42 @@ def has_store() -> bool:
 
 
 def environment_key() -> str | None:
-    """The key of the job, if whoever started this process gave it one."""
+    """The shared key, if the user or a scheduler put one into the environment."""
     return os.environ.get(KEY_VARIABLE) or None
 
 
-def set_environment_key(key: str) -> None:
-    """Give this process, and those that it starts, the key of the job."""
-    os.environ[KEY_VARIABLE] = key
+def environment_world_key() -> str | None:
+    """The key of the world that this process is a rank of, if its launcher has made one."""
+    return os.environ.get(WORLD_KEY_VARIABLE) or None
+
+
+def set_environment_world_key(key: str) -> None:
+    os.environ[WORLD_KEY_VARIABLE] = key
 
 
 def use_interface(name: str | None) -> None:
-    """Let the collectives of this process listen on one network interface alone, unless the user has named others.
+    """Let the collectives of this process listen on one network interface alone. Between machines the user may have
+    named others; a job on loopback stays there, and its launcher says so: see `ignored_interfaces`.
 
     Without it gloo takes the one that the machine's name resolves to, and NCCL the first that it likes. Between
     machines NCCL chooses by itself: InfiniBand may be among them.
     """
-    if name is not None:
+    if name == _LOOPBACK:
+        os.environ.update(dict.fromkeys(_INTERFACES, name))
+    elif name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    if name == "lo":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def ignored_interfaces(name: str | None = _LOOPBACK) -> str | None:
+    """What to tell the user where the environment names interfaces for a job that uses this one."""
+    named = [f"{key}={os.environ[key]}" for key in _INTERFACES if os.environ.get(key, _LOOPBACK) != _LOOPBACK]
+    if name != _LOOPBACK or not named:
+        return None
+    is_one = len(named) == 1
+    return (
+        f"{' and '.join(named)} {'is' if is_one else 'are'} in the environment, and this job stays on loopback: "
+        f"{'it counts' if is_one else 'they count'} between machines, with --rdzv"
+    )
 
 
 def describe(place: Place, host: str, port: int) -> None:

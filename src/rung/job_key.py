@@ -2,12 +2,14 @@
 
 A job of one machine gets a random key from its launcher. Launchers on several machines, and ranks that other programs
 start, need a key that they all find: a file, an environment variable, or a file in the user's home directory, which
-most clusters share. Standard library only.
+most clusters share. Several jobs may share it. So the ranks of a world sign with a key that is derived from it and from
+nonces of that world's processes. Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -17,12 +19,19 @@ from pathlib import Path
 from rung.environment import KEY_VARIABLE, environment_key
 from rung.errors import ConfigError, EnvironmentProblem
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # by file system: FAT, some of FUSE, AFS
 _LEAST_CHARACTERS = 16
 _MOST_BYTES = 4096
 
 
 def new_key() -> str:
     return secrets.token_hex(32)
+
+
+def new_nonce() -> str:
+    """A number that nobody has used before. What repeats or is derived from it was not written earlier."""
+    return secrets.token_hex(16)
 
 
 def derive_key(key: str, purpose: str) -> str:
@@ -39,10 +48,14 @@ def shared_key(file: str | None = None) -> str:
     return _user_key()
 
 
+def user_folder() -> Path:
+    """Where Rung keeps what belongs to a user and to no job."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "rung"
+
+
 def _user_key() -> str:
     """The user's own key, made when it is first needed."""
-    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    path = Path(home) / "rung" / "key"
+    path = user_folder() / "key"
     try:
         if not path.exists():
             _make(path)
@@ -57,13 +70,22 @@ def _user_key() -> str:
 def _make(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".key-{secrets.token_hex(8)}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{new_key()}\n")
-    # A link, not a rename: of several machines that make it at the same moment, the first one's stays.
-    with contextlib.suppress(FileExistsError):
-        os.link(partial, path)
-    partial.unlink()
+    descriptor = os.open(partial, _NEW, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{new_key()}\n")
+        # A link, not a rename: of several machines that make it at the same moment, the first one's stays.
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Nor can it be renamed without replacing another's. Who reads it before it is written finds it too short, and
+        # is told so.
+        with contextlib.suppress(FileExistsError), os.fdopen(os.open(path, _NEW, 0o600), "w") as file:
+            file.write(partial.read_text())
+    finally:
+        partial.unlink()
 
 
 def _read(path: Path, what: str) -> str:

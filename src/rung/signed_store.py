@@ -1,9 +1,11 @@
 """torch's store, opened to one interface alone, and with signed values.
 
 torch's TCPStore listens on all interfaces and knows no users: whoever reaches its port reads and writes. So the
-listening socket is made here, and every value carries a signature over its name and content (HMAC-SHA256 with the key
-of the job). A value that somebody else wrote is refused before anything looks at it. Counters (`add`) cannot be signed,
-since the server computes them; nothing but waiting depends on them.
+listening socket is made here, and every value carries a signature over its name and content (HMAC-SHA256). A value that
+somebody else wrote is refused before anything looks at it. A signature says nothing of when: a stranger can put back an
+older value of the same name. So what ranks sign with is the key of one world, which is made anew from random numbers
+(nonces) whenever one is formed; see `launch/meeting.py` and `store.py`. Counters (`add`) cannot be signed, since the
+server computes them; nothing but waiting depends on them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rung.environment import KEY_VARIABLE
 from rung.errors import EnvironmentProblem
@@ -27,18 +29,19 @@ LOOPBACK = "127.0.0.1"
 
 
 class ForgedMessage(EnvironmentProblem):
-    """Somebody without the key of this job wrote into its store."""
+    """Somebody without the key of this job wrote into its store, or put an older value back."""
 
 
 class SignedStore(Store):
     """A store whose values are signed. torch's process groups and RPC take it like any other."""
 
-    def __init__(self, store: TCPStore, key: str) -> None:
+    def __init__(self, store: Store, key: str) -> None:
         super().__init__()
         self.unsigned: Any = store  # by its stubs it takes no bytes
-        self._key = key.encode()
+        self.key = key
         self._counters: set[str] = set()  # names that this process has added to; RPC reads some of them back
-        self.host, self.port = store.host, store.port
+        served: Any = store.underlying_store if isinstance(store, PrefixStore) else store
+        self.host, self.port = served.host, served.port
         self.before_set: Callable[[str, bytes], None] | None = None  # is called with a name and its new value
 
     def set(self, name: str, value: str | bytes) -> None:
@@ -83,7 +86,7 @@ class SignedStore(Store):
         return False
 
     def clone(self) -> SignedStore:
-        return SignedStore(self.unsigned.clone(), self._key.decode())
+        return SignedStore(self.unsigned.clone(), self.key)
 
     def sign(self, name: str, value: str | bytes) -> bytes:
         """A value with its signature in front."""
@@ -101,9 +104,18 @@ class SignedStore(Store):
             )
         return content
 
+    def replayed(self, name: str) -> ForgedMessage:
+        """The error for a value that is signed, and was not made for this world."""
+        return ForgedMessage(
+            f"{name!r} at {self.host}:{self.port} was not made for the world that is forming: somebody has put back "
+            "what was written for an earlier one. Keep strangers away from that port, or use another one."
+        )
+
     def _digest(self, name: str, content: bytes) -> bytes:
         encoded = name.encode()
-        return hmac.digest(self._key, b"rung store" + len(encoded).to_bytes(8, "big") + encoded + content, "sha256")
+        return hmac.digest(
+            self.key.encode(), b"rung store" + len(encoded).to_bytes(8, "big") + encoded + content, "sha256"
+        )
 
 
 def serve_store(address: str, port: int = 0, *, seconds: float | None = None) -> TCPStore:

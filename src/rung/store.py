@@ -1,9 +1,10 @@
-"""The store of a job, in which its ranks find each other; every value in it is signed with the job's key.
+"""The store of a job, in which its ranks find each other; every value in it is signed with the key of their world.
 
-The launcher serves it and says where, in the environment. For ranks that other programs have started, rank 0 serves it:
-torchrun says where. Otherwise it travels over MPI itself where MPI is used; ranks of one
-machine find it in a file that only they know of; those of several know the first machine if Slurm has started them, and
-else have no way to ask each other without MPI: the user has to say it.
+The launcher serves it and says where, in the environment, and gives the ranks their key. For ranks that other programs
+have started, rank 0 serves it: torchrun says where. Otherwise it travels over MPI itself where MPI is used; ranks of
+one machine find it in a file that only they know of; those of several know the first machine if Slurm has started them,
+and else have no way to ask each other without MPI: the user has to say it. These ranks make the key of their world from
+the one that they share and from a nonce of rank 0.
 """
 
 from __future__ import annotations
@@ -13,28 +14,33 @@ import hashlib
 import json
 import os
 import socket
+import stat
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rung.environment import (
     Place,
     Step,
     environment_rank,
+    environment_size,
+    environment_world_key,
     has_store,
     is_in_environment,
+    set_environment_world_key,
     silent_place,
     slurm_step,
     store_address,
 )
 from rung.errors import EnvironmentProblem
-from rung.job_key import shared_key
+from rung.job_key import derive_key, new_nonce, shared_key, user_folder
 from rung.mpi import library
 from rung.network import address_among_others, address_towards, answers, slurm_address
-from rung.processes import is_running
+from rung.processes import is_running, machine_name
 from rung.signed_store import LOOPBACK, SignedStore, join_store, serve_store
 
 if TYPE_CHECKING:
@@ -50,15 +56,58 @@ def job_store(*, over_mpi: bool) -> SignedStore | None:
     place = silent_place()
     if place is None and not has_store():
         return None
-    return open_store(place, over_mpi=over_mpi)
+    if (key := environment_world_key()) is not None:
+        with library.leaving_on_error():
+            return _of_world(_open(place, over_mpi), key)
+    store = open_store(place, over_mpi=over_mpi, key=shared_key())
+    set_environment_world_key(store.key)
+    return store
 
 
-def open_store(place: Place | None, *, over_mpi: bool, key: str | None = None) -> SignedStore:
-    """The store of the job. All ranks call it; rank 0's lives as long as the object. `place` may be None where the
-    environment says all that is needed."""
-    key = key or shared_key()
+def open_store(place: Place | None, *, over_mpi: bool, key: str) -> SignedStore:
+    """The store of a job, with a key for this world alone that is derived from the shared `key`. All ranks call it;
+    rank 0's lives as long as the object. `place` may be None where the environment says all that is needed."""
     with library.leaving_on_error():
-        return SignedStore(_open(place, over_mpi), key)
+        store = _open(place, over_mpi)
+        if has_store() or place is None:
+            rank, size = environment_rank(), environment_size()
+        else:
+            rank, size = place.rank, place.size
+        return _of_world(store, _make_world_key(SignedStore(store, key), rank, size))
+
+
+def _of_world(store: TCPStore, key: str) -> SignedStore:
+    # torchrun keeps one store while it starts the ranks again: they must not find what earlier ones left there.
+    return SignedStore(PrefixStore(f"world-{derive_key(key, 'name')[:16]}", store), key)
+
+
+def _make_world_key(store: SignedStore, rank: int, size: int) -> str:
+    """A key that no process had before. Rank 0 chooses a nonce, from which it is derived, and tells it to each rank in
+    answer to a nonce of that rank's own: an answer of an earlier job, which a stranger may have put back, has another
+    name. Rank 0 answers until all ranks have heard it, since it may first see what earlier ranks asked."""
+    nonce = new_nonce()
+    if rank != 0:
+        store.set(f"nonce/{rank}", nonce)
+        try:
+            main = store.get(f"answer/{nonce}").decode()
+        except RuntimeError:
+            raise EnvironmentProblem(
+                f"rank {rank} did not hear from rank 0 through the store at {store.host}:{store.port}. See its output; "
+                "or another program listens there, and the ranks of this job need another MASTER_PORT."
+            ) from None
+        store.add(f"heard/{main}", 1)
+        return derive_key(store.key, f"world of ranks {main}")
+    answered: dict[int, bytes] = {}
+    deadline = time.monotonic() + _MEET_SECONDS
+    while (heard := store.add(f"heard/{nonce}", 0)) < size - 1:
+        if time.monotonic() > deadline:
+            raise EnvironmentProblem(f"{heard + 1} of {size} ranks came within {_MEET_SECONDS:.0f} s; see the others.")
+        for other in range(1, size):
+            if store.check([f"nonce/{other}"]) and (asked := store.get(f"nonce/{other}")) != answered.get(other):
+                store.set(f"answer/{asked.decode()}", nonce)
+                answered[other] = asked
+        time.sleep(_LOOK_SECONDS)
+    return derive_key(store.key, f"world of ranks {nonce}")
 
 
 def _open(place: Place | None, over_mpi: bool) -> TCPStore:
@@ -174,10 +223,24 @@ def _meet_in_file(place: Place) -> TCPStore:
 
 
 def _meeting_file(place: Place) -> Path:
-    """A file in a folder of this user's own: whoever writes it decides whom the ranks talk to."""
-    folder = Path(tempfile.gettempdir()) / f"rung-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
-        raise EnvironmentProblem(f"{folder} is open to other users, who could pretend to be rank 0. Remove it.")
+    """A file in a folder of this user's own: whoever writes it decides whom the ranks talk to. All ranks of a machine
+    find the same one. Anybody can make the first folder beforehand; the second may be on a disk of several machines."""
+    folders = [Path(tempfile.gettempdir()) / f"rung-{os.getuid()}", user_folder() / machine_name()]
+    found = next((folder for folder in folders if _is_private(folder)), None)
+    if found is None:
+        raise EnvironmentProblem(
+            f"{folders[0]} and {folders[1]} are not directories that this user alone can write to: others could "
+            "pretend to be rank 0. Remove one of them, or export another TMPDIR."
+        )
+    if found != folders[0] and place.is_main:
+        warnings.warn(f"{folders[0]} is open to other users: ranks find each other through {found}", stacklevel=2)
     name = f"{place.launcher}-{place.job}-{place.size}"
-    return folder / hashlib.sha256(name.encode()).hexdigest()[:20]
+    return found / hashlib.sha256(name.encode()).hexdigest()[:20]
+
+
+def _is_private(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()  # not `stat`: a link may lead to another folder of this user's
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return False

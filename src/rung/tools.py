@@ -45,7 +45,7 @@ def add_tools(commands: Any) -> None:
         "a job of torchrun, mpirun or srun. Exits with 1 if a result is wrong.",
     )
     _add_collectives(collectives)
-    collectives.set_defaults(call=_collectives)
+    collectives.set_defaults(call=_collectives, starts_ranks=True)
 
     doctor = commands.add_parser(
         "doctor",
@@ -59,7 +59,7 @@ def add_tools(commands: Any) -> None:
     doctor.add_argument("--device", choices=_DEVICES, help="as for rung train")
     doctor.add_argument("--out", metavar="DIR", help="where runs will be written (default runs)")
     doctor.add_argument("--json", dest="as_json", action="store_true", help="the findings as JSON on standard output")
-    doctor.set_defaults(call=_doctor)
+    doctor.set_defaults(call=_doctor, starts_ranks=True)
 
     calibrate = commands.add_parser(
         "calibrate",
@@ -77,7 +77,7 @@ def add_tools(commands: Any) -> None:
     )
     calibrate.add_argument("--out", metavar="FILE.toml", help="where the record goes (default runs/hardware.toml)")
     calibrate.add_argument("--json", dest="as_json", action="store_true", help="where it went, as JSON")
-    calibrate.set_defaults(call=_calibrate)
+    calibrate.set_defaults(call=_calibrate, starts_ranks=True)
 
     report = commands.add_parser(
         "report",
@@ -124,7 +124,7 @@ def _add_compare(commands: Any) -> None:
     result.add_argument("--json", dest="json_file", metavar="FILE.json", help="the same data as JSON")
     result.add_argument("--markdown", metavar="FILE.md", help="the same as Markdown, for a README or an issue")
     result.add_argument("--no-predict", dest="predicts", action="store_false", help="without the planner's figures")
-    compare.set_defaults(call=_compare)
+    compare.set_defaults(call=_compare, starts_ranks=True)
 
 
 def _add_collectives(parser: argparse.ArgumentParser) -> None:

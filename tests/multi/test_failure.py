@@ -354,10 +354,15 @@ class Command:
     output: str
 
     @classmethod
-    def start(cls, folder: Path, *flags: str, terminal: bool = False, output: str = "output") -> Command:
+    def start(
+        cls, folder: Path, *flags: str, terminal: bool = False, output: str = "output", shell: str | None = None
+    ) -> Command:
+        """`shell` is run before, in the same process."""
         mark = uuid.uuid4().hex
         _commands.append(mark)
         arguments = [sys.executable, "-m", "rung.cli", "train", "task.py", *flags]
+        if shell is not None:
+            arguments = ["sh", "-c", f'{shell} && exec "$@"', "sh", *arguments]
         if not terminal:
             with (folder / output).open("wb") as file:
                 process = subprocess.Popen(
@@ -841,6 +846,31 @@ def test_ctrl_c_while_starting_ends_with_one_line(tmp_path: Path) -> None:
     assert outcome.code == 130
     assert outcome.seconds < 5
     assert outcome.output.strip() == "interrupted"
+
+
+@pytest.mark.parametrize("limit", ["ulimit -n 64", "ulimit -S -n 64"])
+def test_with_few_open_files_a_job_is_refused_or_raises_the_limit_and_ctrl_c_ends_it(
+    tmp_path: Path, limit: str
+) -> None:
+    """Without a file left, neither a rank nor a thread that would end it can start."""
+    write_task(tmp_path)
+    command = Command.start(tmp_path, "--nproc", "2", "--out", "out", *LONG, shell=limit)
+    if "-S" in limit:
+        wait_until_training(tmp_path)
+        (tmp_path / "fault").write_text(str(time.time()))
+        os.killpg(command.process.pid, signal.SIGINT)
+        outcome = command.end()
+        assert outcome.code == 130 and outcome.seconds < 5
+        assert re.search(r"interrupted in step \d+; what was written lies in out$", plain(outcome.output).rstrip())
+        return
+    outcome = command.end()
+    assert outcome.code == 2 and "2 ranks need up to 152 open files in a process, and the hard limit" in outcome.output
+    command = Command.start(tmp_path, "--nproc", "2", "--out", "again", *LONG, shell=limit)
+    assert_soon(lambda: len(marked(command.mark)) >= 3, "nothing starts", seconds=30)
+    (tmp_path / "fault").write_text(str(time.time()))
+    os.killpg(command.process.pid, signal.SIGINT)
+    outcome = command.end()
+    assert outcome.code == 130 and outcome.seconds < 5 and outcome.output.strip() == "interrupted"
 
 
 def test_killing_the_launcher_leaves_no_rank_and_no_data_worker(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from rung.errors import CheckpointError, EnvironmentProblem, RungError
 from rung.launch.elastic import running_launcher, wanted_processes
 from rung.launch.rendezvous_state import JsonRendezvousBackend, StateCodec
 from rung.launch.resume import find_run, is_finished, refuse_differences, settings_of
-from rung.launch.rounds import Fate, HostOffer, Round, WorldPlan, read_message
+from rung.launch.rounds import Ending, Fate, HostOffer, Round, WorldPlan, read_message
 from rung.live import Live, RankFigures, Slowness, live_path, write_live
 from rung.processes import machine_name
 from rung.profile_merge import merge_command
@@ -557,7 +557,7 @@ class _Kept:
 
 
 _KEY = "known to the ranks of a job"
-_KINDS: tuple[tuple[Any, str], ...] = ((HostOffer, "host/0"), (WorldPlan, "plan"), (Fate, "fate/0"))
+_KINDS: tuple[tuple[Any, str], ...] = ((HostOffer, "host/0"), (WorldPlan, "plan"), (Fate, "fate/0"), (Ending, "ending"))
 
 
 def _prepare_store(folder: Path) -> Any:
@@ -567,8 +567,10 @@ def _prepare_store(folder: Path) -> Any:
         "round": 2, "complete": True, "closed": False, "deadline": "ab", "participants": [[*node, 0], [*other, 1]],
         "wait_list": [other], "redundancy_list": [], "heartbeats": [[*node, 7], [*other, 9]],
     }  # fmt: skip
-    plan = WorldPlan(1, [2, 2], 4, 4, "ddp", "10.0.0.1", 29500, False, None)
-    return [state, asdict(HostOffer(2, False, 4)), asdict(plan), asdict(Fate("failed", "10.0.0.1", 5, "why"))]
+    offer = HostOffer(2, False, 4, 0, {"folder": "runs/a"}, "ab", "cd")
+    plan = WorldPlan(1, [2, 2], 4, 4, "ddp", "10.0.0.1", 29500, False, None, {"folder": "runs/a"}, ["ab", "cd"])
+    ending = Ending("failed", "why", ["ab"])
+    return [state, *map(asdict, (offer, plan, Fate("failed", "10.0.0.1", 5, "why"), ending))]
 
 
 def _make_store(draw: random.Random, sound: Any) -> bytes:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,11 @@ def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def _listening_while(
-    *words: str, folder: Path, prefix: tuple[str, ...] = (), through: Sequence[str] = ("-m",)
+    *words: str,
+    folder: Path,
+    prefix: tuple[str, ...] = (),
+    through: Sequence[str] = ("-m",),
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[set[Listener], str]:
     """Every place at which a command or a process that it started ever listened."""
     found: set[Listener] = set()
@@ -47,7 +51,7 @@ def _listening_while(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
     )
 
     def look() -> None:
@@ -105,6 +109,19 @@ def test_a_command_listens_on_loopback_alone(command: str, tmp_path: Path) -> No
     assert {listener for listener in found if not _is_loopback(listener)} == set()
     if not any(word in command for word in ALONE):
         assert len({listener.pid for listener in found}) > 1, "the test did not see the sockets of ranks"
+
+
+@pytest.mark.skipif(not possible(), reason="network namespaces need root")
+@pytest.mark.parametrize(
+    "command", ["train task.py --strategy ps --nproc 2", "bench collectives --nproc 2 --sizes 1K --seconds 0.01"]
+)
+def test_a_job_of_one_machine_stays_on_loopback_whatever_interface_is_named(command: str, tmp_path: Path) -> None:
+    with Hosts(1) as hosts:
+        named = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+        found, told = _listening_while(*command.split(), folder=tmp_path, prefix=(*hosts.prefix(0),), variables=named)
+    assert len({listener.pid for listener in found}) > 1 and all(map(_is_loopback, found))
+    line = "GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 are in the environment, and this job stays on loopback"
+    assert told.count(line) == 1
 
 
 def test_ranks_of_torchrun_listen_on_loopback_alone(tmp_path: Path) -> None:

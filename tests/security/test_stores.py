@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
+from rung import store as ranks_store
+from rung.config import RunConfig
 from rung.errors import ConfigError, EnvironmentProblem
 from rung.job_key import derive_key, new_key, shared_key
-from rung.launch.meeting import meet_here, open_meeting
+from rung.launch.meeting import Meeting, meet_here, open_meeting
 from rung.launch.rendezvous_state import JsonRendezvousBackend, StateCodec
+from rung.launch.rounds import Fate, Round
 from rung.signed_store import LOOPBACK, ForgedMessage, SignedStore, join_store, serve_store
 from tests.harness import on_ranks
 from tests.sockets import family_of, listeners
@@ -48,7 +59,7 @@ def store() -> SignedStore:
 
 
 def test_what_a_process_with_the_key_wrote_is_read(store: SignedStore) -> None:
-    other = SignedStore(join_store(LOOPBACK, store.port), store._key.decode())
+    other = SignedStore(join_store(LOOPBACK, store.port), store.key)
     other.set("word", b"\x00\xff told")
     assert store.get("word") == b"\x00\xff told"
     assert store.compare_set("first", "", "mine") == b"mine"
@@ -74,14 +85,6 @@ def test_a_signed_value_under_another_name_is_refused(store: SignedStore) -> Non
     stranger.set("folder", stranger.get("harmless"))
     with pytest.raises(ForgedMessage):
         store.get("folder")
-
-
-def test_a_value_of_another_world_is_refused(store: SignedStore) -> None:
-    key = store._key.decode()
-    worlds = [SignedStore(store.unsigned, derive_key(key, f"world 0 {attempt}")) for attempt in (1, 2)]
-    worlds[0].set("address", "of a dead rank")
-    with pytest.raises(ForgedMessage):
-        worlds[1].get("address")
 
 
 def test_a_number_is_believed_where_this_process_counts_and_nowhere_else(store: SignedStore) -> None:
@@ -119,6 +122,27 @@ def test_the_key_is_of_the_flag_then_of_the_environment_then_of_the_user(
     file.write_text("of the flag, and long enough\n")
     file.chmod(0o600)
     assert shared_key(str(file)) == "of the flag, and long enough"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSPC])
+def test_a_key_is_made_where_the_file_system_has_no_links(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("RUNG_RDZV_KEY", raising=False)
+    made = tmp_path / "rung" / "key"
+    if number == errno.ENOSPC:  # which is no matter of links
+        with pytest.raises(EnvironmentProblem, match="cannot be made: No space left"):
+            shared_key()
+        assert list(made.parent.iterdir()) == []
+        return
+    own = shared_key()
+    assert shared_key() == own and len(own) == 64 and made.stat().st_mode & 0o777 == 0o600
+    assert list(made.parent.iterdir()) == [made], "nothing stays behind"
 
 
 def test_a_key_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,6 +205,187 @@ def test_a_launcher_with_another_key_is_told_so() -> None:
     with pytest.raises(ForgedMessage, match="Give all of them the same --rdzv-key FILE"):
         open_meeting(endpoint, "quite another key", (1, 2), print)
     first.leave()
+
+
+# -- signed values that somebody puts back -----------------------------------------------------------------------------
+
+
+class _Launchers:
+    """Jobs that share a key, one after the other, each with a store of its own that a stranger reaches."""
+
+    def __init__(self) -> None:
+        self.served = serve_store(LOOPBACK)
+        self.stranger = join_store(LOOPBACK, self.served.port)
+        self.all: list[Meeting] = []
+
+    def join(self, nodes: tuple[int, int]) -> Meeting:
+        self.all.append(open_meeting(f"{LOOPBACK}:{self.served.port}", _SHARED, nodes, print))
+        return self.all[-1]
+
+    def leave(self) -> None:
+        for meeting in self.all:
+            meeting.leave()
+
+    def record(self, *names: str) -> dict[str, bytes]:
+        return {name: self.stranger.get(name) for name in names}
+
+    def put_back(self, values: dict[str, bytes]) -> None:
+        for name, value in values.items():
+            self.stranger.set(name, value)
+
+
+_SHARED = "a key that all jobs of a user share"
+_ROUND = "rung/0/round/0"
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[_Launchers]]:
+    made = [_Launchers(), _Launchers()]
+    yield made
+    for job in made:
+        job.leave()
+
+
+def _form(*meetings: Meeting) -> list[Round]:
+    """A world of these launchers, the rounds in the order of `meetings`."""
+    with ThreadPoolExecutor(len(meetings)) as pool:
+        return list(pool.map(lambda meeting: meeting.form(1, "ddp", RunConfig(), resume=False), meetings))
+
+
+def test_launchers_agree_and_each_world_has_a_key_of_its_own(jobs: list[_Launchers]) -> None:
+    first, second = (jobs[0].join((1, 2)) for _ in range(2))
+    assert [first.agree("folder", "runs/a"), second.agree("folder", "runs/b")] == ["runs/a", "runs/a"]
+    keys = []
+    for attempt in (1, 2):
+        rounds = _form(first, second)
+        assert {round_.attempt for round_ in rounds} == {attempt}
+        assert first.key_of(rounds[0]) == second.key_of(rounds[1])
+        keys.append(first.key_of(rounds[0]))
+    first.leave()
+    third = jobs[0].join((1, 2))
+    assert third.agree("folder", "runs/c") == "runs/a"
+    assert {round_.attempt for round_ in _form(second, third)} == {3}, "who was in a world confirms what it knows"
+    other = jobs[1].join((1, 2))
+    keys.append(other.key_of(*_form(other)))
+    assert len(set(keys)) == 3
+
+
+def test_a_plan_of_another_job_is_refused(jobs: list[_Launchers], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says where the ranks of that job met."""
+    _form(*(jobs[0].join((2, 2)) for _ in range(2)))
+    later = jobs[1].join((2, 2))
+    jobs[1].put_back(jobs[0].record(f"{_ROUND}/first", f"{_ROUND}/plan"))
+    monkeypatch.setattr(later, "_join", lambda: (1, 2))
+    with pytest.raises(ForgedMessage, match=r"'round/0/plan' at 127.0.0.1:\d+ was not made for the world that is form"):
+        _form(later)
+
+
+def test_an_offer_of_a_launcher_that_is_not_there_is_refused(
+    jobs: list[_Launchers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _form(*(jobs[0].join((2, 2)) for _ in range(2)))
+    later = jobs[1].join((2, 2))
+    jobs[1].put_back(jobs[0].record(f"{_ROUND}/host/1"))
+    monkeypatch.setattr(later, "_join", lambda: (0, 2))
+    with pytest.raises(ForgedMessage, match=r"'round/0/host/1' at .* was not made for the world"):
+        _form(later)
+
+
+@pytest.mark.parametrize("name", ["folder", "run", "begins"])
+def test_a_directory_that_another_job_chose_is_not_used(jobs: list[_Launchers], name: str) -> None:
+    """Launchers agree upon it before the first round."""
+    jobs[0].join((1, 2)).agree(name, "of a run that is done")
+    jobs[1].put_back(jobs[0].record(f"rung/0/{name}"))
+    later = jobs[1].join((1, 2))
+    assert later.agree(name, "new") == "of a run that is done"
+    with pytest.raises(EnvironmentProblem, match=f"as the {name} of this job, and no machine that takes part has"):
+        _form(later)
+
+
+def test_the_fate_of_a_launcher_of_another_job_is_refused(jobs: list[_Launchers]) -> None:
+    old, new = ([job.join((2, 2)) for _ in range(2)] for job in jobs)
+    for pair in (old, new):
+        _form(*pair)
+    for meeting in old:
+        meeting.tell(Fate("failed", "10.0.0.1", 1, "of another job"))
+    jobs[1].put_back(jobs[0].record(f"{_ROUND}/fate/0", f"{_ROUND}/fate/1"))
+    for host in (0, 1):
+        with pytest.raises(ForgedMessage):
+            new[0]._round_store.get(f"fate/{host}")
+    time.sleep(0.6)
+    assert not new[0].news().fates and not new[1].news().fates
+
+
+def test_the_end_of_another_job_is_not_that_of_this_one(jobs: list[_Launchers]) -> None:
+    """A launcher that waits for a place learns from the store how the job ended, and exits with 0 if it finished."""
+    done, waiting = (jobs[0].join((1, 1)) for _ in range(2))
+    _form(done)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(_form, waiting)
+        while not done.handler._state_holder.state.redundancy_list:
+            time.sleep(0.05)
+            done.handler._state_holder.sync()
+        done.close("finished", "")
+        with pytest.raises((RendezvousClosedError, RendezvousGracefulExitError)):
+            waits.result(10)
+    assert waiting.ending() == ("finished", "") == done.ending()
+    later = jobs[1].join((1, 1))
+    jobs[1].put_back(jobs[0].record("rung/0/ending", "rendezvous/rung-0"))
+    with pytest.raises(RendezvousClosedError):
+        _form(later)
+    assert later.ending() == ("failed", "it was closed")
+
+
+def _rank_stores(served: TCPStore, size: int = 2) -> list[SignedStore]:
+    """What ranks that torchrun has started make of its store, each in a thread."""
+
+    def make(rank: int) -> SignedStore:
+        store = join_store(LOOPBACK, served.port, seconds=20)
+        return ranks_store._of_world(store, ranks_store._make_world_key(SignedStore(store, _SHARED), rank, size))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(make, range(size)))
+
+
+def test_what_ranks_of_another_job_wrote_is_refused() -> None:
+    """Ranks that torchrun, srun or mpirun has started, with a key that all jobs of the user share."""
+    served = [serve_store(LOOPBACK) for _ in range(2)]
+    stranger = [join_store(LOOPBACK, one.port) for one in served]
+    old, new = (_rank_stores(one, size=3) for one in served)
+    assert len({one.key for one in old}) == len({one.key for one in new}) == 1 and old[0].key != new[0].key
+    old[1].set("address", "of a dead rank")
+    assert old[2].get("address") == b"of a dead rank"
+    names = [f"world-{derive_key(one[0].key, 'name')[:16]}/address" for one in (old, new)]
+    stranger[1].set(names[1], stranger[0].get(names[0]))
+    with pytest.raises(ForgedMessage):
+        new[2].get("address")
+
+
+def test_ranks_that_torchrun_starts_again_find_nothing_of_the_earlier_ones() -> None:
+    """It keeps the store meanwhile."""
+    served = serve_store(LOOPBACK)
+    old = _rank_stores(served)
+    old[1].set("address", "of a dead rank")
+    again = _rank_stores(served)
+    assert again[0].key == again[1].key != old[0].key
+    assert not again[0].check(["address"])
+
+
+def test_a_rank_takes_no_answer_that_rank_0_gave_in_another_job() -> None:
+    served = [serve_store(LOOPBACK) for _ in range(2)]
+    _rank_stores(served[0])
+    store = SignedStore(join_store(LOOPBACK, served[1].port, seconds=1), _SHARED)
+    stranger, recorded = (join_store(LOOPBACK, one.port) for one in (served[1], served[0]))
+    asked = SignedStore(recorded, _SHARED).get("nonce/1").decode()
+    stranger.set(f"answer/{asked}", recorded.get(f"answer/{asked}"))
+    with pytest.raises(EnvironmentProblem, match="rank 1 did not hear from rank 0"):
+        ranks_store._make_world_key(store, 1, 2)
+    stranger.set("answer/new", recorded.get(f"answer/{asked}"))  # under the name that this rank waits for
+    with pytest.raises(ForgedMessage):
+        store.get("answer/new")
+
+
+# -- the state of the rendezvous ---------------------------------------------------------------------------------------
 
 
 def _state() -> _RendezvousState:

@@ -253,7 +253,7 @@ def test_ranks_meet_on_the_machine_of_task_0(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         EnvironmentProblem, match="rank 0 is on gpu004, and the first machine of this Slurm step is gpu0"
     ):
-        store.open_store(place, over_mpi=False)
+        store.open_store(place, over_mpi=False, key="known to the ranks of tests")
 
 
 def test_names_that_only_slurm_knows_are_asked_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

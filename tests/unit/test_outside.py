@@ -48,6 +48,7 @@ TORCHRUN = {
     "MASTER_PORT": "1",
     "TORCHELASTIC_RUN_ID": "job",
 }
+KEY = "known to the ranks of tests"
 PLACE = Place("mpirun", 0, 4, 0, 4, "job")
 
 
@@ -188,7 +189,7 @@ def test_ranks_of_one_machine_meet_without_mpi(monkeypatch: pytest.MonkeyPatch, 
     found = {}
 
     def meet(rank: int) -> None:
-        found[rank] = store.open_store(Place("mpirun", rank, 3, rank, 3, "a job"), over_mpi=False)
+        found[rank] = store.open_store(Place("mpirun", rank, 3, rank, 3, "a job"), over_mpi=False, key=KEY)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in (2, 1, 0)]
     for thread in threads:
@@ -203,28 +204,46 @@ def test_ranks_of_one_machine_meet_without_mpi(monkeypatch: pytest.MonkeyPatch, 
     assert not list(folder.iterdir()), "nothing stays behind"
 
 
-def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    say(monkeypatch, {})
+@pytest.mark.parametrize("how", ["open", "another's", "link", "file"])
+def test_a_folder_that_others_can_write_to_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    """Anybody can make it beforehand. The ranks then find each other through the user's own folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr("tempfile.tempdir", None)
-    folder = tmp_path / f"rung-{os.getuid()}"
-    folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(EnvironmentProblem, match="is open to other users"):
-        store.open_store(Place("mpirun", 1, 2, 1, 2, "a job"), over_mpi=False)
+    folder, own = tmp_path / f"rung-{os.getuid()}", tmp_path / "own"
+    own.mkdir(mode=0o700)
+    if how == "link":
+        folder.symlink_to(own)
+    elif how == "file":
+        folder.touch(mode=0o600)
+    else:
+        folder.mkdir(mode=0o700)
+        folder.chmod(0o777 if how == "open" else 0o700)
+    if how == "another's":
+        monkeypatch.setattr("os.getuid", lambda: os.geteuid() + 1)
+        folder.rename(tmp_path / f"rung-{os.getuid()}")
+        with pytest.raises(EnvironmentProblem, match="are not directories that this user alone can write to"):
+            store._meeting_file(Place("mpirun", 1, 2, 1, 2, "a job"))
+        return
+    with pytest.warns(UserWarning, match="is open to other users: ranks find each other through"):
+        found = store._meeting_file(Place("mpirun", 0, 2, 0, 2, "a job"))
+    assert found == store._meeting_file(Place("mpirun", 1, 2, 1, 2, "a job"))
+    assert found.parent.parent == tmp_path / "config" / "rung" and found.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_port_that_nobody_can_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(EnvironmentProblem, match="MASTER_PORT=0 is in the environment"):
-        store.open_store(None, over_mpi=False)
+        store.open_store(None, over_mpi=False, key=KEY)
 
 
 def test_several_machines_without_mpi4py_must_be_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, {})
     monkeypatch.setattr(library, "is_installed", lambda: False)
     with pytest.raises(EnvironmentProblem, match="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"):
-        store.open_store(Place("mpirun", 0, 4, 0, 2, "a job"), over_mpi=False)
+        store.open_store(Place("mpirun", 0, 4, 0, 2, "a job"), over_mpi=False, key=KEY)
 
 
 def test_rank_0_serves_the_store_at_an_address_that_others_may_reach(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rung.config import RunConfig
-from rung.environment import KEY_VARIABLE, use_interface
+from rung.environment import WORLD_KEY_VARIABLE, use_interface
 from rung.errors import RungError
 from rung.job_key import new_key, shared_key
 from rung.launch.server import belong_to_launcher
@@ -68,7 +68,7 @@ class Seats:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            KEY_VARIABLE: self.key,
+            WORLD_KEY_VARIABLE: self.key,
         }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from rung.environment import ignored_interfaces
 from rung.errors import JobFailed
 from rung.launch.console import JobConsole
 from rung.launch.elastic import Terms, announce, retire
@@ -60,6 +61,8 @@ def launch(
     state = _state_folder(folder, meeting)
     announce(state, terms)
     agent: RankAgent | None = None
+    if (ignored := ignored_interfaces(meeting.interface)) is not None:
+        view.say(ignored)
     with view, Signals(polite=terms.is_polite) as signals:
         try:
             agent = _make_agent(job, terms, meeting, signals, view, state)

@@ -4,6 +4,13 @@ torch's c10d rendezvous says who takes part in a round. What a round then looks 
 has, which of them the strategy can use, where the ranks find each other) is told by its first launcher to the others
 through the same store, and at the end each launcher tells its fate, so that no machine waits for a dead one. A job on
 one machine meets by itself, on a port of the system's choice.
+
+Values are signed, and a stranger who reaches the store can still put older ones back: of an earlier round, or of
+another job with the same key. So each launcher makes a nonce for each round. The others answer that of the round's
+first launcher in their offers; its plan lists all of them, and a launcher takes no plan without its own. The key of the
+world is derived from these nonces. What launchers agreed upon before the first round counts only if a launcher of the
+round confirms it in its offer, because it has chosen it. The state of the rendezvous can still be set back: it decides
+who waits for whom, and who is in a round.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -29,14 +36,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from rung.config import RunConfig
 from rung.environment import is_in_environment
 from rung.errors import EnvironmentProblem, StrategyError
-from rung.job_key import derive_key, new_key
+from rung.job_key import derive_key, new_key, new_nonce
 from rung.launch.elastic import FINISHED
 from rung.launch.rendezvous_state import JsonRendezvousBackend
-from rung.launch.rounds import Fate, HostOffer, Lookout, News, Round, WorldPlan, read_message
+from rung.launch.rounds import Ending, Fate, HostOffer, Lookout, News, Round, WorldPlan, read_message
 from rung.network import address_among_others, answers, close_connections, interface_of, split_endpoint
 from rung.processes import silenced
 from rung.signed_store import LOOPBACK, SignedStore, join_store, serve_store
 from rung.strategy import fit
+from rung.untrusted import printable
 
 # torch's defaults make every join and every loss of a machine cost half a minute.
 _TIMING = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
@@ -74,9 +82,12 @@ class Meeting:
         self.endpoint = endpoint
         self.hosts_store = hosts_store  # the store goes with this launcher
         self.nodes = nodes
-        self._round_store: Any = None
+        self._world_store: Any = None
+        self._round_store: Any = None  # the same, under the name of the round
         self._round: Round | None = None
         self._round_number = 0
+        self._agreed: dict[str, str] = {}  # what this launcher goes by
+        self._confirmed: dict[str, str] = {}  # what it knows to be said by a launcher of this job
         self._ranks_store: Any = None
         self._lookout: Lookout | None = None
         self._has_left = False
@@ -102,6 +113,9 @@ class Meeting:
         )
         backend = JsonRendezvousBackend(store, parameters.run_id, _TIMING["last_call_timeout"])
         self.handler: Any = create_handler(store, backend, parameters)
+        # For whoever ends the job while this launcher waits for a place in it.
+        self._nonce = new_nonce()
+        self._store.set(_arrival(self.handler._this_node), self._nonce)
 
     def _begin_anew_if_abandoned(self) -> None:
         """A store in a process of its own remembers a job whose launchers are all gone. Nobody waits for those."""
@@ -132,7 +146,7 @@ class Meeting:
 
     def key_of(self, round_: Round) -> str:
         """What the ranks of one world sign with: what those of another one said is of no use to them."""
-        return derive_key(self._key, f"world {self._generation} {round_.attempt}")
+        return derive_key(self._key, f"world of launchers {' '.join(round_.nonces)}")
 
     def is_reachable(self) -> bool:
         return self.endpoint is None or self.hosts_store or answers(*split_endpoint(self.endpoint))
@@ -147,8 +161,11 @@ class Meeting:
         return self.agree(_SETTINGS, own)
 
     def agree(self, key: str, value: str) -> str:
-        """What the first launcher to come said."""
+        """What the first launcher to come said. The next round shows whether it is part of this job."""
         found: str = self._store.compare_set(key, "", value).decode()
+        self._agreed[key] = found
+        if found == value:
+            self._confirmed[key] = found
         return found
 
     # -- a round -----------------------------------------------------------------------------------------------------
@@ -159,7 +176,10 @@ class Meeting:
         """Meet the others; returns when the world is complete. Blocks."""
         with self._forming:
             self.stop_watching()
-            return self._form(HostOffer(num_local, resume, micro_batch), strategy, config)
+            attempt = self._round.attempt if self._round is not None else 0
+            nonce = new_nonce()
+            own = HostOffer(num_local, resume, micro_batch, attempt, self._confirmed, nonce, answers=nonce)
+            return self._form(own, strategy, config)
 
     def _form(self, own: HostOffer, strategy: str, config: RunConfig) -> Round:
         host, num_hosts = self._join()
@@ -167,14 +187,27 @@ class Meeting:
             self._sit_down(self._base.unsigned)
             raise LauncherLost
         self._round_number = self.handler._state_holder.state.round
-        store = self.handler._get_store()
+        name = f"round/{self._round_number}"
+        store = PrefixStore(name, self._store)
+        if host == 0:
+            store.set("first", own.nonce)
+        else:
+            own = replace(own, answers=self._wait_for(store, "first", num_hosts).decode())
         store.set(f"host/{host}", json.dumps(asdict(own)))
         if host == 0:
             hosts = [self._read(HostOffer, store, f"host/{number}", num_hosts) for number in range(num_hosts)]
+            for number, offer in enumerate(hosts):
+                if offer.answers != own.nonce:
+                    raise self._base.replayed(f"{name}/host/{number}")
             store.set("plan", json.dumps(asdict(self._plan(hosts, strategy, config))))
         plan = self._read(WorldPlan, store, "plan", num_hosts)
-        self._round_store = store
+        if plan.nonces[host : host + 1] != [own.nonce]:
+            raise self._base.replayed(f"{name}/plan")
+        self._refuse_unconfirmed(plan)
         self._round = Round.of(plan, host)
+        self._confirmed = plan.confirmed
+        self._world_store = SignedStore(self._base.unsigned, self.key_of(self._round))
+        self._round_store = store = PrefixStore(f"rung/{self._generation}/{name}", self._world_store)
         if not self.is_alone:
             self._lookout = Lookout(self.handler, store, self._round, self._round_number, self.nodes[1])
         return self._round
@@ -200,15 +233,30 @@ class Meeting:
         rank, size = handler._get_world()
         return rank, size
 
+    def _refuse_unconfirmed(self, plan: WorldPlan) -> None:
+        """Go by nothing that was found at the store and is not said by a launcher that is there."""
+        for name, value in self._agreed.items():
+            if plan.confirmed.get(name) != value:
+                raise EnvironmentProblem(
+                    f"{printable(value):.80} was found at {self.endpoint} as the {name} of this job, and no machine "
+                    "that takes part has chosen it. Either the one that did left before the first world was formed, or "
+                    "somebody has put back what another job wrote. Start the job again."
+                )
+
     def _read(self, kind: type[_T], store: Any, key: str, num_hosts: int) -> _T:
-        """A record that another launcher is about to write. Asks again and again, since a read that waits holds up all
-        else that goes through the same connection, the signs of life first."""
+        """A record that another launcher is about to write."""
+        return read_message(kind, self._wait_for(store, key, num_hosts), key)
+
+    def _wait_for(self, store: Any, key: str, num_hosts: int) -> bytes:
+        """Asks again and again, since a read that waits holds up all else that goes through the same connection, the
+        signs of life first."""
         deadline = time.monotonic() + _STORE_SECONDS
         while not store.check([key]):
             if (num_hosts > 1 and self._is_broken(num_hosts)) or time.monotonic() > deadline:
                 raise LauncherLost
             time.sleep(0.02)
-        return read_message(kind, store.get(key), key)
+        found: bytes = store.get(key)
+        return found
 
     def _is_broken(self, num_hosts: int) -> bool:
         """Whether a launcher is missing in the round that was just formed."""
@@ -223,7 +271,8 @@ class Meeting:
             used, name = sum(counts) - spares, layout.name
         except StrategyError:
             used, name = 0, strategy  # all of them wait for more to come
-        attempt = self._store.add("attempts", 1)
+        attempt = 1 + max(host.attempt for host in hosts)
+        confirmed = {name: value for host in hosts for name, value in host.confirmed.items()}
         micro_batches = [host.micro_batch for host in hosts if host.micro_batch is not None]
         # A store of its own for each world: the addresses of dead ranks would be found in an old one.
         self._ranks_store = serve_store(self.address)
@@ -237,6 +286,8 @@ class Meeting:
             port=self._ranks_store.port,
             resume=attempt > 1 or any(host.resume for host in hosts),
             micro_batch=min(micro_batches, default=None),
+            confirmed=confirmed,
+            nonces=[host.nonce for host in hosts],
         )
 
     def news(self) -> News:
@@ -273,14 +324,21 @@ class Meeting:
 
         def end() -> None:
             self.stop_watching()
-            self.agree("ending", json.dumps([kind, headline]))
+            self.handler.shutdown()  # from here on nobody begins to wait for a place
+            ending = Ending(kind, headline, [*(self._round.nonces if self._round else []), *self._nonces_of_others()])
+            self._store.compare_set("ending", "", json.dumps(asdict(ending)))
             if kind == "finished":
                 self._base.set(FINISHED, "1")
-            self.handler.shutdown()
             self._end_generation()
             self._part_as_keeper() if self.hosts_store else self._store.add("gone", 1)
 
         self._try(end)
+
+    def _nonces_of_others(self) -> list[str]:
+        """Of the launchers that wait for a place, and would take no word of the end that is not meant for them."""
+        state = self.handler._state_holder.state
+        names = [_arrival(node) for node in (*state.wait_list, *state.redundancy_list)]
+        return [self._store.get(name).decode() for name in names if self._store.check([name])]
 
     def _part_as_keeper(self) -> None:
         """The store goes with this launcher: let the others read there how the job ended. They look every second."""
@@ -295,11 +353,15 @@ class Meeting:
         return self._round.num_hosts - 1 if self._round is not None else 0
 
     def ending(self) -> tuple[str, str]:
-        """How the job ended that was found closed."""
+        """How the job ended that was found closed. What was not written for this launcher may be of another job."""
+        deadline = time.monotonic() + _PARTING_SECONDS
+        while not self._store.check(["ending"]) and time.monotonic() < deadline:
+            time.sleep(0.02)
         if not self._store.check(["ending"]):
             return "failed", "it was closed"
-        kind, headline = json.loads(self._store.get("ending"))
-        return kind, headline
+        ending = read_message(Ending, self._store.get("ending"), "ending")
+        own = {self._nonce, *(self._round.nonces if self._round is not None else [])}
+        return (ending.kind, ending.headline) if own & set(ending.nonces) else ("failed", "it was closed")
 
     def _try(self, work: Callable[[], None]) -> None:
         """Something that matters less than to come to an end: the network may be cut, and the store gone."""
@@ -311,6 +373,10 @@ class Meeting:
         thread = threading.Thread(target=call, name="rung-parting", daemon=True)
         thread.start()
         thread.join(_PARTING_SECONDS)
+
+
+def _arrival(node: Any) -> str:
+    return f"arrival/{node.addr}/{node.pid}/{node.local_id}"
 
 
 def meet_here() -> Meeting:

@@ -26,8 +26,9 @@ from rung.environment import (
     Place,
     contradiction,
     describe,
+    ignored_interfaces,
     outside_attempt,
-    set_environment_key,
+    set_environment_world_key,
     store_address,
     use_interface,
 )
@@ -46,6 +47,7 @@ from rung.status import StatusBoard
 from rung.store import open_store
 from rung.strategy import Layout, default_name, parse
 from rung.train import Job, worker
+from rung.untrusted import printable
 
 _GOODBYE_SECONDS = 10.0
 _SIZE_FLAGS = {"mpirun": "mpirun -n", "torchrun": "torchrun --nproc-per-node", "srun": "srun --ntasks"}
@@ -134,7 +136,7 @@ class Gathering:
         self.machine = f"{machine_name()}-{place.node}" if place.node else machine_name()
         # Kept as long as the process lives: rank 0's is the one that all groups use.
         self._whole = open_store(place, over_mpi=backend == "mpi", key=key)
-        set_environment_key(key)
+        set_environment_world_key(self._whole.key)
         describe(place, self._whole.host, self._whole.port)
         self._store: Store = PrefixStore(f"rung/{outside_attempt()}", self._whole)
 
@@ -183,8 +185,8 @@ def run_rank(job: Job, gathering: Gathering, terms: Terms, farewell: Callable[[S
     answer_with_stack(state, place.rank)
     terminal, errors = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(2), "w")
     speak_into(folder / "logs" / f"rank-{place.rank}.log", f"by {place.launcher}, {job.strategy}, {place.size} ranks")
-    _use_machine(place)
     console = open_console(place, terminal)
+    _use_machine(place, console)
     with contextlib.ExitStack() as shown:
         if place.is_main:
             view = shown.enter_context(JobConsole(folder, console))
@@ -235,10 +237,13 @@ def _make_state(state: Path, folder: Path, place: Place, terms: Terms) -> None:
     announce(state, terms)
 
 
-def _use_machine(place: Place) -> None:
+def _use_machine(place: Place, console: Console) -> None:
     # Do not depend on how the machine's name resolves: often to loopback, where no other machine is.
     with contextlib.suppress(EnvironmentProblem):
         address = "127.0.0.1" if place.is_one_machine else address_among_others(*store_address()[:2])[0]
-        use_interface(interface_of(address))
+        interface = interface_of(address)
+        if (ignored := ignored_interfaces(interface)) is not None:
+            console.print(printable(ignored), highlight=False, soft_wrap=True, markup=False)
+        use_interface(interface)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores(place.local_size))

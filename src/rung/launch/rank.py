@@ -25,8 +25,8 @@ import torch
 from rung.environment import (
     environment_local_size,
     environment_rank,
-    set_environment_key,
     set_environment_sizes,
+    set_environment_world_key,
     use_interface,
 )
 from rung.errors import RESUME_EXIT_CODE
@@ -78,7 +78,7 @@ def rank_main(job: Job, seat: Seat) -> NoReturn:
         # The store that the launcher has made for this world.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         set_environment_sizes(seat.used, seat.local_used)
-        set_environment_key(seat.key)
+        set_environment_world_key(seat.key)
         use_interface(seat.interface)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // environment_local_size()))

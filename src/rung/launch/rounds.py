@@ -21,6 +21,10 @@ class HostOffer:
     processes: int
     resume: bool
     micro_batch: int | None  # that is left of the one asked for, after running out of memory
+    attempt: int  # the last world that this launcher was in; 0 for none
+    confirmed: dict[str, str]  # what it chose for the job itself, or found in the plan of an earlier world
+    nonce: str  # made for this round
+    answers: str  # the nonce of the round's first launcher
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class WorldPlan:
     port: int
     resume: bool
     micro_batch: int | None
+    confirmed: dict[str, str]  # by a launcher that takes part
+    nonces: list[str]  # of each launcher
 
 
 def read_message(kind: type[_T], text: bytes, name: str) -> _T:
@@ -54,9 +60,11 @@ def read_message(kind: type[_T], text: bytes, name: str) -> _T:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a JSON value has the type of a field: a plain one, one of several, or a list of one."""
+    """Whether a JSON value has the type of a field: a plain one, one of several, a list of one, or texts by name."""
     if get_origin(hint) is list:
         return type(value) is list and all(type(one) is get_args(hint)[0] for one in value)
+    if get_origin(hint) is dict:
+        return type(value) is dict and all(type(one) is str for one in value.values())
     return any(type(value) is kind for kind in get_args(hint) or (hint,))
 
 
@@ -75,12 +83,13 @@ class Round:
     address: str  # where the ranks' store is
     port: int
     resume: bool
-    micro_batch: int | None = None  # instead of the one asked for, after a rank ran out of memory
+    micro_batch: int | None  # instead of the one asked for, after a rank ran out of memory
+    nonces: list[str]  # of each launcher
 
     @classmethod
     def of(cls, plan: WorldPlan, host: int) -> Round:
         told = vars(plan).copy()
-        counts = told.pop("processes")
+        counts, _ = told.pop("processes"), told.pop("confirmed")
         if not 0 <= host < len(counts):
             raise EnvironmentProblem(f"the plan of this job is for {len(counts)} launchers, and this is number {host}.")
         return cls(host=host, num_hosts=len(counts), first_rank=sum(counts[:host]), num_local=counts[host], **told)
@@ -102,6 +111,15 @@ class Fate:
     address: str
     step: int = 0
     headline: str = ""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended, for the launchers that were not part of its last world."""
+
+    kind: str  # finished, failed
+    headline: str
+    nonces: list[str]  # of those for whom this was written
 
 
 @dataclass(frozen=True)
