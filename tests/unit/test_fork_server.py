@@ -19,9 +19,11 @@ _START = """
 import time
 from multiprocessing import forkserver
 from rung.launch.server import warm_up
-warm_up(["json"])
-print(forkserver._forkserver._forkserver_address, flush=True)
-time.sleep(60)
+from rung.launch.signals import leaving_at_once
+with leaving_at_once(resumable=True):
+    warm_up(["json"])
+    print(forkserver._forkserver._forkserver_address, flush=True)
+    time.sleep(60)
 """
 
 
@@ -50,10 +52,13 @@ def _is_gone(path: Path) -> bool:
     return not path.exists()
 
 
-def test_a_killed_launcher_leaves_no_temporary_directory(started: list[subprocess.Popen[str]]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_ends_before_its_ranks_start_leaves_no_temporary_directory(
+    started: list[subprocess.Popen[str]], number: signal.Signals
+) -> None:
     address = _start(started, Path("/tmp"))
     assert address.exists()
-    started[0].send_signal(signal.SIGKILL)
+    started[0].send_signal(number)
     assert _is_gone(address.parent)
 
 

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
-from multiprocessing import forkserver
-from pathlib import Path
-from typing import Any
+
+from rung.launch.server import remove_sockets
 
 
 def _leave(server: int) -> None:
     if os.getpid() != server:  # a rank has inherited this
         return
-    known: Any = getattr(forkserver, "_forkserver", None)
-    address = getattr(known, "_forkserver_address", None)
-    if isinstance(address, str) and (folder := Path(address).parent).name.startswith("pymp-"):
-        shutil.rmtree(folder, ignore_errors=True)
+    remove_sockets()
     os._exit(0)
 
 

@@ -6,10 +6,12 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 from typing import Any
 
 from rung.processes import die_with_parent, raise_file_limit
@@ -65,6 +67,13 @@ def cool_down() -> None:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def remove_sockets() -> None:
+    """For a process that ends without cleaning up: the folder with the socket of the server, and those of its ranks."""
+    address = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_address", None)
+    if isinstance(address, str) and (folder := Path(address).parent).name.startswith("pymp-"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def belong_to_launcher() -> None:

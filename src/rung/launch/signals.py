@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from rung.errors import RESUME_EXIT_CODE
-from rung.launch.server import cool_down
+from rung.launch.server import cool_down, remove_sockets
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 POLITE = (signal.SIGTERM, signal.SIGUSR1)
@@ -154,4 +154,5 @@ class _Leaving:
     def __call__(self, number: int, frame: object) -> None:
         os.write(2, b"stopped before the start: nothing was done yet\n" if self._resumable else b"interrupted\n")
         cool_down()
+        remove_sockets()
         os._exit(RESUME_EXIT_CODE if self._resumable else 128 + number)
