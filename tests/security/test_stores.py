@@ -432,6 +432,21 @@ def test_machines_whose_clocks_differ_do_not_take_each_other_for_dead(monkeypatc
     assert 6 < (datetime.now(UTC) - seen.last_heartbeats[node]).total_seconds() < 9
 
 
+def test_a_launcher_that_joined_again_is_alive_to_one_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counter begins anew, and may have come as far as the other has seen it before."""
+    writer, reader = StateCodec(1.0), StateCodec(1.0)
+    node, state = _NodeDesc("a", 1, 0), _RendezvousState()
+    state.last_heartbeats = {node: datetime.now(UTC)}
+    reader.decode(writer.encode(state).encode())
+    writer.decode(writer.encode(_RendezvousState()).encode())  # it left
+    state.last_heartbeats = {node: datetime.now(UTC)}
+    again = writer.encode(state)
+    started = time.monotonic()
+    monkeypatch.setattr("rung.launch.rendezvous_state.time.monotonic", lambda: started + 7)
+    seen = reader.decode(again.encode())
+    assert (datetime.now(UTC) - seen.last_heartbeats[node]).total_seconds() < 1
+
+
 def test_only_who_gives_a_sign_of_life_changes_a_counter() -> None:
     one, two = StateCodec(1.0), StateCodec(1.0)
     text = one.encode(_state())

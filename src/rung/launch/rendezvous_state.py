@@ -74,7 +74,10 @@ class StateCodec:
         now, clock = datetime.now(UTC), time.monotonic()
         for node, beat in state.last_heartbeats.items():
             if self._given.get(node) != beat:  # a sign of life that this process gives
-                self._beats[node] = (self._beats.get(node, (0, 0.0))[0] + 1, clock)
+                # Each time that a launcher joins, its counter begins elsewhere: to one that was cut off meanwhile, it
+                # would otherwise seem to have stood still.
+                first = secrets.randbelow(2**48)
+                self._beats[node] = (self._beats.get(node, (first, 0.0))[0] + 1, clock)
         if state.deadline is not None and state.deadline != self._given_deadline:
             self._deadline = (secrets.token_hex(8), clock + (state.deadline - now).total_seconds())
         return json.dumps(
