@@ -24,13 +24,14 @@ from torch.distributed.rpc import api, internal
 from torch.futures import Future
 
 from rung.connection_filter import ConnectionFilter
-from rung.environment import outside_attempt
+from rung.environment import environment_local_size, environment_size, outside_attempt
 from rung.errors import EnvironmentProblem
 from rung.network import interface_of
 from rung.signed_store import SignedStore
 
 _SHUTDOWN_SECONDS = 30
 _opened = itertools.count()  # the worlds of this process
+_LOOPBACK = "lo"
 _CALL = "rpc"  # what a call is signed as; no name in the store
 
 
@@ -75,7 +76,7 @@ class Calls:
             self._filter.end()
 
     def describe(self) -> str:
-        where = "loopback" if self.interface == "lo" else f"interface {self.interface}"
+        where = "loopback" if self.interface == _LOOPBACK else f"interface {self.interface}"
         if self._filter.problem:
             return (
                 f"rpc: listens on {where}, where it keeps nobody out ({self._filter.problem}): whoever reaches it "
@@ -191,7 +192,8 @@ def _name(rank: int) -> str:
 def _choose_interface(host: str | None) -> str:
     """The interface of an address or a name of one; that of the machines' own network; else loopback."""
     if host is None:
-        return os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        is_one_machine = environment_local_size() == environment_size()
+        return _LOOPBACK if is_one_machine else os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK)
     if os.path.exists(f"/sys/class/net/{host}"):
         return host
     found = interface_of(host)
