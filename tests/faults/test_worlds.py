@@ -123,7 +123,7 @@ def test_a_machine_is_cut_off_and_comes_back(tmp_path: Path, references: Path) -
             ended = [job for job in jobs if (job.run_dir / "model.safetensors").exists()]
             assert ended, first().output()
             for job in ended:
-                assert not examine(job, known, tolerance=1e-9)
+                assert not examine(job, known, tolerance=1e-9, has_all_lines=False)
             assert [job.process.returncode for job in jobs] == [0, 0]
         finally:
             for job in jobs:
