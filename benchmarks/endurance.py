@@ -47,7 +47,7 @@ from torch.utils.data import TensorDataset
 
 
 def model():
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
 
 def _samples(count, seed):
@@ -72,7 +72,7 @@ def metrics(output, target):
 
 
 def optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 """
 
 
@@ -179,13 +179,13 @@ def judge(seen: dict[str, Any], metrics: Iterable[dict[str, Any]], steps: int) -
         first, last = (_typical(samples, name, window) for window in (early, late))
         rows[name] = {"first": first, "last": last}
     times = _step_times(metrics)
-    first, last = (_mean_time(times, window) for window in (early, late))
+    first, last = (_median_time(times, window) for window in (early, late))
     rows["step seconds"] = {"first": first, "last": last}
     for name, row in rows.items():
         first, last = row["first"], row["last"]
         row["growth"] = last / first - 1 if first and last is not None else None
         row["counts"] = "by nature" not in name
-    windows = [_mean_time(times, range(start, start + _WINDOW)) for start in range(_WINDOW, steps, _WINDOW)]
+    windows = [_median_time(times, range(start, start + _WINDOW)) for start in range(_WINDOW, steps, _WINDOW)]
     grown = [
         name
         for name, row in rows.items()
@@ -213,9 +213,9 @@ def _step_times(metrics: Iterable[dict[str, Any]]) -> dict[int, float]:
     return times
 
 
-def _mean_time(times: dict[int, float], window: range) -> float | None:
+def _median_time(times: dict[int, float], window: range) -> float | None:
     values = [times[step] for step in window if step in times]
-    return statistics.fmean(values) if len(values) >= len(window) // 2 else None
+    return statistics.median(values) if len(values) >= len(window) // 2 else None
 
 
 def show(strategy: str, result: dict[str, Any]) -> None:
