@@ -322,14 +322,14 @@ def _order_buckets(ddp: DistributedDataParallel) -> None:
         return  # DDP knows which gradients are sparse, and refuses others
     module, parameters = ddp.module, [p for p in ddp.module.parameters() if p.requires_grad]
 
-    def touch_all() -> torch.Tensor:
+    def touch_all(_: int) -> torch.Tensor:  # DDP on a GPU moves its arguments there, and fails without any
         sums = [parameter.sum() for parameter in parameters]
         real = [total.real if total.is_complex() else total for total in sums]
         return torch.stack([total.double() for total in real]).sum() * 0
 
     module.forward = touch_all
     try:
-        ddp().backward()
+        ddp(0).backward()
     finally:
         del module.forward
     for parameter in parameters:
