@@ -26,6 +26,20 @@ with leaving_at_once(resumable=True):
     time.sleep(60)
 """
 
+_CONVOLVING_TASK = """
+import os
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+defaults = {"batch_size": 4}
+def model(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(784, 2))
+def train_data(): return TensorDataset(torch.randn(8, 3, 16, 16), torch.randint(0, 2, (8,)))
+def loss(output, target):
+    open("pids", "a").write(f"{os.getpid()} ")
+    return nn.functional.cross_entropy(output, target)
+def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
@@ -94,3 +108,14 @@ def test_what_killed_data_workers_leave_in_shared_memory_goes_with_their_rank(tm
             path.unlink(missing_ok=True)
         rank.kill()
         rank.wait()
+
+
+def test_ranks_leave_no_file_for_a_profiler(tmp_path: Path) -> None:
+    """oneDNN would write one for each process that convolves, on some processors."""
+    (tmp_path / "task.py").write_text(_CONVOLVING_TASK)
+    words = ["train", "task.py", "--strategy", "ddp", "--nproc", "2", "--steps", "2", "--set", "device=cpu"]
+    command = [sys.executable, "-m", "rung", *words, "--out", "run"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, told.stdout + told.stderr
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(set(pids)) == 2 and not [pid for pid in pids if Path(f"/tmp/perf-{pid}.map").exists()]

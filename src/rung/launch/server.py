@@ -35,6 +35,8 @@ def warm_up(modules: Sequence[str] = _PRELOADED) -> None:
     """Start the server in the background: it imports torch while the launcher does, too."""
     raise_file_limit()
     _shorten_temporary_folder()
+    # On some processors oneDNN writes /tmp/perf-PID.map for a profiler, and leaves one behind for each rank.
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     # The last is for its end. It comes last because what was registered last is called first.
     multiprocessing.set_forkserver_preload([*modules, "rung.launch.preloaded"])
     # The tracker comes first, because starting it unblocks the signals again.
