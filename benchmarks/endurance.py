@@ -294,6 +294,8 @@ def main() -> None:
         "limit": _LIMIT,
         "strategies": {},
     }
+    if options.out.exists() and set(options.strategies) < set(_STRATEGIES):  # those measured by themselves are added
+        content["strategies"] = json.loads(options.out.read_text())["strategies"]
     for strategy in options.strategies:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
