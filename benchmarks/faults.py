@@ -240,7 +240,7 @@ def table(figures: dict[str, Any]) -> str:
     for name, row in figures["rows"].items():
         hit, plain = (_median(row[kind]) for kind in ("with faults", "without"))
         each = (hit["seconds"] - plain["seconds"]) / max(1, hit["faults"])
-        shown = "torchrun, a DDP loop by hand" if name == "torchrun" else f"`{name}`" if "--" in name else name
+        shown = "torchrun, a DDP loop by hand" if name == "torchrun" else name.replace("rung --", "rung with --")
         lines.append(
             f"| {shown} | {hit['seconds']:.1f} s | {plain['seconds']:.1f} s | {each:.2f} s | "
             f"{hit['steps_done_again']} of {figures['steps']} | {hit['samples_never_seen']} |"

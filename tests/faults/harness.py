@@ -239,17 +239,18 @@ def examine(
     tolerance: float | None,
     num_epochs: int = EPOCHS,
     *,
+    has_all_files: bool = True,
     has_all_lines: bool = True,
 ) -> list[str]:
     """What is wrong with a job that is over. Without a tolerance, only that every sample was trained on is checked of
-    the weights. Of machines with disks of their own, each has the lines of metrics that it wrote itself."""
+    the weights. A machine with a disk of its own may not have all files of a checkpoint, nor all lines of metrics."""
     if job.process.poll() != 0:
         return [f"exit code {job.process.poll()}: {job.output()[-1500:]}"]
     checks: list[Callable[[], list[str]]] = [
         lambda: _processes_left(job),
         lambda: steps_missing(job, num_epochs) if has_all_lines else [],
         lambda: weights_differ(job.run_dir, known, tolerance, num_epochs),
-        lambda: checkpoints_damaged(job.run_dir),
+        lambda: checkpoints_damaged(job.run_dir) if has_all_files else [],
     ]
     return [problem for check in checks for problem in check()]
 
