@@ -38,6 +38,7 @@ _WINDOW = 1000  # steps over which a figure is taken
 _SETTLING = 100  # steps after a start that do not count: buffers, plans and caches are made
 _LIMIT = 0.02  # that a figure may have grown by
 _GROWS = ("metrics.jsonl", "tensorboard", "logs", "failures")  # in the run's directory, by nature
+_KEPT = 10  # one look in so many is written down
 _STALL_SECONDS = 120.0  # without a step, after which the run counts as dead
 _TASK = """
 import torch
@@ -309,7 +310,7 @@ def main() -> None:
                 run.close()
             result = {"steps": options.steps, **seen, **judge(seen, run.metrics(), options.steps)}
         show(strategy, result)
-        content["strategies"][strategy] = result
+        content["strategies"][strategy] = {**result, "samples": result["samples"][::_KEPT]}
         write(options.out, content)
     fill_page(_PAGE, options.out, marks)
     grown = {name: result["grown"] for name, result in content["strategies"].items() if result["grown"]}
