@@ -29,14 +29,15 @@ from torch.utils.data import TensorDataset
 
 from benchmarks import report
 from benchmarks.ranks import on_ranks
-from rung.config import RunConfig
-from rung.processes import num_cores
+from rung.distributed.world import open_world
 from rung.runtime import build_runtime
-from rung.runtime.pipeline import PipelineRuntime
-from rung.strategy import SCHEDULES, parse
-from rung.task import Task
-from rung.train import make_batches
-from rung.world import environment_size, open_world
+from rung.spec.config import RunConfig
+from rung.spec.presets import SCHEDULES
+from rung.spec.strategy import parse
+from rung.spec.task import Task
+from rung.system.launcher_env import environment_size
+from rung.system.processes import num_cores
+from rung.train.worker import make_batches
 
 _RESULTS = Path(__file__).parent / "results"
 SLEEP_SECONDS = 0.02
@@ -122,7 +123,6 @@ def _idle(work: str, schedule: str, chunks: int, steps: int) -> list[list[tuple[
     found: list[list[tuple[float, float]]] = []
     with open_world(parse("pp", environment_size(), schedule=schedule), device="cpu") as world:
         runtime = build_runtime(task, world, config)
-        assert isinstance(runtime, PipelineRuntime)
         for window in runtime.place(make_batches(task, config, world)):
             world.barrier()
             for stage in runtime.stages:

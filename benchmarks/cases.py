@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rung.task import Task, load_task
+from rung.spec.task import Task, load_task
 
 _TASKS = Path(__file__).parent / "tasks"
 _EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 
 from benchmarks.limited import Cable, limit, sent_bytes
-from rung.config import RunConfig
-from rung.environment import environment_rank
-from rung.loop import run
-from rung.metrics import StepRecord
+from rung.distributed.world import World, open_world
 from rung.runtime import build_runtime
-from rung.strategy import parse
-from rung.task import load_task
-from rung.train import make_batches, make_eval_batches
-from rung.world import World, open_world
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.spec.task import load_task
+from rung.system.launcher_env import environment_rank
+from rung.train.loop import Outputs, run
+from rung.train.metrics import StepRecord
+from rung.train.worker import make_batches, make_eval_batches
 
 _TASK = "examples/gpt"
 _MODEL = {"model.layers": 2, "model.width": 192, "model.heads": 4}
@@ -87,7 +87,7 @@ def measure(world: World, name: str, megabits: int, seed: int, steps: int) -> di
     limit(megabits)
     world.barrier()
     watch = Watch(time.perf_counter(), sent_bytes())
-    run(runtime, batches, world=world, config=config, observers=[watch])
+    run(runtime, batches, world=world, config=config, outputs=Outputs([watch]))
     world.barrier()
     seconds, num_bytes = time.perf_counter() - watch.began, sent_bytes() - watch.sent
     limit(_FAST)

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.report import fill_page, machine_facts, write
 from benchmarks.usage import content_of, descendants, usage_of
-from rung.status import read_statuses
+from rung.distributed.status_board import read_statuses
 
 _PAGE = Path("docs/elastic.md")
 _STRATEGIES = ("ddp", "zero3", "pp2", "ps-async")
@@ -38,6 +38,8 @@ _WINDOW = 1000  # steps over which a figure is taken
 _SETTLING = 100  # steps after a start that do not count: buffers, plans and caches are made
 _LIMIT = 0.02  # that a figure may have grown by
 _GROWS = ("metrics.jsonl", "tensorboard", "logs", "failures")  # in the run's directory, by nature
+# Of a process. Not its pages of files: other programs share the libraries, and when one ends, this share of them grows.
+_OF_EACH = ("own_bytes", "descriptors", "threads")
 _KEPT = 10  # one look in so many is written down
 _STALL_SECONDS = 120.0  # without a step, after which the run counts as dead
 _TASK = """
@@ -155,8 +157,8 @@ class LongRun:
                 "launcher" if pid == self._process.pid else "server" if pid in servers
                 else f"rank {rank}" if pid in ranks else f"loader {rank}" if loads else "tracker"
             )  # fmt: skip
-            told = {f"{role}: {name}": value for name, value in vars(usage).items() if name != "pss_bytes"}
-            for key, value in {**told, "all: pss_bytes": usage.pss_bytes, "all: processes": 1}.items():
+            told = {f"{role}: {name}": value for name, value in vars(usage).items() if name in _OF_EACH}
+            for key, value in {**told, "all: processes": 1}.items():
                 found[key] = found.get(key, 0) + value
         grown = [content_of(self._run / name) for name in _GROWS if (self._run / name).is_dir()]
         lines = self._run / "metrics.jsonl"
@@ -196,9 +198,11 @@ def judge(seen: dict[str, Any], metrics: Iterable[dict[str, Any]], steps: int) -
 
 
 def _typical(samples: Iterable[dict[str, Any]], name: str, window: range) -> float | None:
-    """The median: a sample that falls into a save sees one more thread, and a folder that is about to go."""
+    """The median of bytes, and the least of what is counted: a sample that falls into a save sees one more thread."""
     values = [sample.get(name, 0) for sample in samples if sample["step"] in window]
-    return statistics.median(values) if values else None
+    if not values:
+        return None
+    return statistics.median(values) if name.endswith("bytes") else min(values)
 
 
 def _step_times(metrics: Iterable[dict[str, Any]]) -> dict[int, float]:
@@ -247,7 +251,7 @@ def table(content: dict[str, Any]) -> str:
             return " → ".join(format(total(ending, which) * scale, form) for which in ("first", "last"))
 
         lines.append(
-            f"| `{strategy}` | {len(result['faults'])} | {pair('all: pss_bytes', 2**-20)} MiB | "
+            f"| `{strategy}` | {len(result['faults'])} | {pair(': own_bytes', 2**-20)} MiB | "
             f"{pair(': descriptors')} | {pair(': threads')} | {pair('run: files')}; {pair('run: bytes', 1e-3)} kB | "
             f"{pair('/dev/shm: files')} | {pair('step seconds', 1e3, '.2f')} ms |"
         )
@@ -257,7 +261,11 @@ def table(content: dict[str, Any]) -> str:
 def sentence(content: dict[str, Any]) -> str:
     results, machine = list(content["strategies"].values()), content["machine"]
     grown = {name: result["grown"] for name, result in content["strategies"].items() if result["grown"]}
-    told = "; ".join(f"under {name}: {', '.join(figures)}" for name, figures in grown.items())
+    trends = {
+        name: [f"{figure} ({100 * trend(content['strategies'][name], figure):+.1f} %)" for figure in figures]
+        for name, figures in grown.items()
+    }
+    told = "; ".join(f"under {name}: {', '.join(figures)}" for name, figures in trends.items())
     nature = max(
         row["last"] / result["steps"]
         for result in results
@@ -267,10 +275,25 @@ def sentence(content: dict[str, Any]) -> str:
     return (
         f"{results[0]['steps']:,} steps with a checkpoint every 50, evaluations and a loader process a rank: figures "
         "of steps 1,000 to 2,000 and of the last thousand. "
-        + (f"More than {100 * content['limit']:.0f} % were added to: {told}. " if told else "")
+        + (
+            f"More than {100 * content['limit']:.0f} % were added to (in brackets: by the trend over the whole run, "
+            f"since single looks vary by chance): {told}. "
+            if told
+            else ""
+        )
         + f"By nature, metrics, TensorBoard's events, logs and reports of failures grow: {nature:,.0f} bytes a step at "
         f"most. {machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}."
     )
+
+
+def trend(result: dict[str, Any], name: str) -> float:
+    """How much a figure grew over the run, by the median slope between any two looks: single looks vary by chance."""
+    if name == "step seconds":
+        values = [value for value in result["step_seconds_of_windows"] if value is not None]
+    else:
+        values = [sample.get(name, 0) for sample in result["samples"]]
+    slopes = [(b - a) / (j - i) for i, a in enumerate(values) for j, b in enumerate(values) if j > i]
+    return statistics.median(slopes) * (len(values) - 1) / statistics.median(values)
 
 
 def main() -> None:

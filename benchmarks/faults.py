@@ -34,8 +34,8 @@ from typing import Any
 
 from benchmarks.report import fill_page, machine_facts, write
 from benchmarks.tasks.faults import BATCH_SIZE
-from rung.status import read_statuses
-from rung.svg import BLUE, GREEN, GREY, INK, LINE, MARGIN, ORANGE, WIDTH, Page
+from rung.distributed.status_board import read_statuses
+from rung.system.svg import BLUE, GREEN, GREY, INK, LINE, MARGIN, ORANGE, WIDTH, Page
 
 _PAGE, _PICTURE = Path("docs/elastic.md"), Path("docs/faults.svg")
 _TASK = Path(__file__).parent / "tasks" / "faults.py"

@@ -27,7 +27,7 @@ from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.contenders.common import LOG_EVERY
 from benchmarks.measure import Plan, measure
-from rung.processes import num_cores
+from rung.system.processes import num_cores
 
 _RESULTS = Path(__file__).parent / "results"
 _CONTENDERS = ("hand", "rung")

@@ -29,8 +29,8 @@ from typing import Any
 
 from benchmarks.limited import Cable
 from benchmarks.report import machine_facts
-from rung.sizes import human_size
-from rung.status import StatusBoard
+from rung.distributed.status_board import StatusBoard
+from rung.system.units import human_size
 
 _TASK = "examples/gpt/task.py"
 _STRATEGIES = ("single", "dp2", "ddp", "zero1", "zero2", "fsdp", "tp2", "pp2")

@@ -30,14 +30,14 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.ranks import on_ranks
-from rung.checkpoint import Position, Saver, Sites, choose, restore, state_folders
-from rung.config import RunConfig
-from rung.runtime import build_runtime
-from rung.runtime.mesh import MeshRuntime
+from rung.checkpoint import Position, Saver, StorageTopology, choose, restore, state_folders
+from rung.distributed.world import open_world
+from rung.runtime import Runtime, build_runtime
 from rung.runtime.optimizer import local_part
-from rung.strategy import parse
-from rung.task import Task, load_task
-from rung.world import environment_size, open_world
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.spec.task import Task, load_task
+from rung.system.launcher_env import environment_size
 
 _RESULTS = Path(__file__).parent / "results"
 _TASK = Path(__file__).parent / "tasks" / "gpt.py"
@@ -72,7 +72,7 @@ def load_on_rank(strategy: str, models: dict[str, tuple[int, int]]) -> dict[str,
     with open_world(parse(strategy, environment_size()), device="cpu") as world:
         for folder, sizes in models.items():
             run_dir, task = Path(folder), gpt_task(*sizes)
-            sites = Sites(world, run_dir)
+            sites = StorageTopology(world, run_dir)
             gc.collect()
             world.barrier()
             _forget_peak()
@@ -106,7 +106,7 @@ def make_by_torch(shapes: list[tuple[tuple[int, ...], str]]) -> int:
     return _memory()["VmRSS"] - idle if kept else 0
 
 
-def _state(runtime: MeshRuntime) -> list[Tensor]:
+def _state(runtime: Runtime) -> list[Tensor]:
     kept = [*runtime.model.parameters(), *runtime.model.buffers()]
     kept += [v for values in runtime.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return [local_part(tensor).detach() for tensor in kept if not getattr(tensor, "is_absent", False)]

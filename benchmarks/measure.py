@@ -21,9 +21,9 @@ import torch.multiprocessing
 from benchmarks.cases import Case
 from benchmarks.contenders import build_contender
 from benchmarks.contenders.common import LOG_EVERY, Contender, Stopwatch
-from rung.processes import die_with_parent
-from rung.strategy import parse
-from rung.world import World, open_world
+from rung.distributed.world import World, open_world
+from rung.spec.strategy import parse
+from rung.system.processes import die_with_parent
 
 # Before each timed block: the switch from another contender has emptied the caches.
 _LEAD_IN = LOG_EVERY

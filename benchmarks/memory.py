@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from rung.config import RunConfig
-from rung.strategy import parse
-from rung.task import Task, load_task
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.spec.task import Task, load_task
 
 _GPT = "benchmarks/tasks/gpt.py"
 _RESNET = "benchmarks/tasks/resnet.py"
@@ -117,8 +117,8 @@ def cases() -> Iterator[Case]:
 
 
 def predict(case: Case) -> dict[str, Any]:
+    from rung.hardware.cluster import devices
     from rung.planner.dryrun import dry_run
-    from rung.planner.hardware import devices
     from rung.planner.memory import ROUNDING, find_peak, reserve
 
     started = time.perf_counter()
@@ -136,9 +136,9 @@ def predict(case: Case) -> dict[str, Any]:
 
 
 def measure(case: Case) -> dict[str, Any]:
+    from rung.distributed.world import open_fake_world
     from rung.runtime import build_runtime
-    from rung.train import make_batches
-    from rung.world import pretend_world
+    from rung.train.worker import make_batches
 
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # each case takes its own
@@ -147,7 +147,7 @@ def measure(case: Case) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     layout = parse(case.strategy, case.num_ranks)
     config = replace(case.config, steps=3, eval_every="never")
-    with pretend_world(layout, rank=case.rank, device="cuda", fake=False) as world:
+    with open_fake_world(layout, rank=case.rank, device="cuda", fake=False) as world:
         task = case.load()
         batches = make_batches(task, config, world)
         runtime = build_runtime(task, world, config, total_steps=3, seeded=False)

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from rung.config import RunConfig
+from rung.hardware.cluster import parse_cluster
 from rung.planner.candidates import layouts_for
-from rung.planner.hardware import parse_cluster
+from rung.planner.parallel_search import TaskSource
 from rung.planner.plan import make_plan
-from rung.planner.shorten import count_blocks
-from rung.planner.together import Source
-from rung.task import load_task
+from rung.planner.truncated_model import count_blocks
+from rung.spec.config import RunConfig
+from rung.spec.task import load_task
 
 _TASK = "benchmarks/tasks/llama.py"
 
@@ -29,12 +29,12 @@ def main() -> None:
     task, cluster = load_task(_TASK), parse_cluster(options.cluster)
     started = time.perf_counter()
     config = RunConfig(batch_size=options.batch_size, precision="bf16", clip=1.0)
-    source = Source(_TASK, {})
+    source = TaskSource(_TASK, {})
 
-    def tell(text: str) -> None:
+    def progress(text: str) -> None:
         print(f"{time.perf_counter() - started:7.1f} {text}", flush=True)
 
-    plan = make_plan(task, config, cluster, source=source, tell=tell)
+    plan = make_plan(task, config, cluster, source=source, progress=progress)
     found = {
         "command": f"python -m benchmarks.planning {' '.join(sys.argv[1:])}",
         "cluster": cluster.describe(),

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from rung.status import StatusBoard
+from rung.distributed.status_board import StatusBoard
 
 _TASK = """
 import time
@@ -108,7 +108,7 @@ def rung(folder: Path, strategy: str) -> Contender:
         return StatusBoard(run / ".state" / "status", 2).read(1).pid
 
     command = [
-        sys.executable, "-m", "rung.cli", "train", str(folder / "task.py"), "--strategy", strategy, "--nproc", "2",
+        sys.executable, "-m", "rung", "train", str(folder / "task.py"), "--strategy", strategy, "--nproc", "2",
         "--steps", "100000", "--checkpoint-every", "10", "--max-restarts", "9", "--set", "log_every=1",
         "--set", "eval_every=never", "--out", str(run),
     ]  # fmt: skip

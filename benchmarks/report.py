@@ -17,8 +17,8 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.measure import Measured, Plan
-from rung.processes import num_cores
-from rung.version import VERSION
+from rung.spec.version import VERSION
+from rung.system.processes import num_cores
 
 YARDSTICK = "hand"
 

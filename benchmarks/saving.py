@@ -42,13 +42,13 @@ from benchmarks import report
 from benchmarks.loading import gpt_task
 from benchmarks.ranks import on_ranks
 from rung.checkpoint import Position, Saver
-from rung.config import RunConfig
-from rung.runtime import build_runtime
-from rung.runtime.mesh import MeshRuntime
-from rung.strategy import parse
-from rung.train import make_batches
-from rung.windows import Window
-from rung.world import World, environment_size, open_world
+from rung.data.batch_shard import LocalBatch
+from rung.distributed.world import World, open_world
+from rung.runtime import Runtime, build_runtime
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.system.launcher_env import environment_size
+from rung.train.worker import make_batches
 
 _RESULTS = Path(__file__).parent / "results"
 CONTENDERS = ("rung", "rung-sync", "dcp", "dcp-async", "torch.save")
@@ -70,7 +70,7 @@ class Plan:
 class _Savers:
     """Every contender behind one call, which returns when training may go on, and one that waits for the rest."""
 
-    def __init__(self, runtime: MeshRuntime, world: World, folder: Path) -> None:
+    def __init__(self, runtime: Runtime, world: World, folder: Path) -> None:
         self._runtime, self._world, self._folder = runtime, world, folder
         self._savers = {
             name: Saver(folder / name, runtime, keep=1, background=name == "rung") for name in ("rung", "rung-sync")
@@ -148,7 +148,7 @@ def measure_on_rank(plan: Plan, folder: str) -> dict[str, Any]:
         }
 
 
-def _take_steps(runtime: MeshRuntime, world: World, windows: Iterator[Window], count: int) -> list[float]:
+def _take_steps(runtime: Runtime, world: World, windows: Iterator[LocalBatch], count: int) -> list[float]:
     return [_timed(world, lambda: runtime.step(next(windows))) for _ in range(count)]
 
 

@@ -21,7 +21,7 @@ from benchmarks.cases import Case, find_cases
 from benchmarks.contenders import CONTENDERS, missing_package
 from benchmarks.contenders.common import LOG_EVERY
 from benchmarks.measure import Plan, measure
-from rung.processes import num_cores
+from rung.system.processes import num_cores
 
 _RESULTS = Path(__file__).parent / "results"
 _COMPILE = {"no": [False], "yes": [True], "both": [False, True]}

@@ -1,7 +1,7 @@
 """Predicted step times against measured ones, on one GPU (`--device cuda`) or on this CPU after `rung calibrate`.
 
 `--predict` and `--measure` may run on different machines; each adds to the file. On the CPU every case runs under
-`rung.loop` in as many processes as it says, and the median of the steps after the first ten counts.
+`rung.train.loop` in as many processes as it says, and the median of the steps after the first ten counts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from rung.config import RunConfig
-from rung.launch.crew import on_ranks
+from rung.distributed.world import open_world
+from rung.hardware.cluster import parse_cluster
+from rung.launch.spawn import on_ranks
 from rung.planner.estimate import Estimator
-from rung.planner.hardware import parse_cluster
-from rung.planner.shorten import count_blocks
+from rung.planner.truncated_model import count_blocks
 from rung.runtime import build_runtime
-from rung.strategy import parse
-from rung.task import load_task
-from rung.train import make_batches
-from rung.world import open_world
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.spec.task import load_task
+from rung.train.worker import make_batches
 
 _GPT = "benchmarks/tasks/gpt.py"
 _STEPS, _WARM_UP = 30, 10

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import machine_facts
-from rung.sizes import human_size
+from rung.system.units import human_size
 
 _PAGE = Path("docs/strategies.md")
 _KINDS = ("parameters", "gradients", "optimizer", "activations")  # and other, which is what is left of the whole

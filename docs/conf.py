@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rung.version import VERSION
+from rung.spec.version import VERSION
 
 project = "Rung"
 author = "The Rung authors"

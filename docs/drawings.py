@@ -1,22 +1,28 @@
-"""The drawings of docs/strategies.md: what each of four ranks keeps, and what is sent in a step.
+"""The drawings of docs/strategies.md (what each of four ranks keeps, and what is sent in a step) and of
+docs/architecture.md (the packages of src/rung and the imports between them).
 
 python docs/drawings.py            # all of them, into docs/drawings/
 python docs/drawings.py ddp tp     # some of them
+python docs/drawings.py rooms      # after an import between packages was added or removed
 
-A model is drawn as a square of four layers, each of which can be cut into four parts. The order of a pipeline's
-micro-batches is not drawn by hand: it is read from steps that the training code takes in a pretend world.
+A model is drawn as a square of four layers, each of which can be cut into four parts. Two drawings are read from the
+code: the order of a pipeline's micro-batches from steps that the training code takes in a fake world, the packages from
+the layers of pyproject.toml and the import statements below src/rung.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from rung.svg import BLUE, GREEN, GREY, INK, LINE, MARGIN, ORANGE, PANEL, PURPLE, RED, WIDTH, Page
+from rung.system.svg import BLUE, GREEN, GREY, INK, LINE, MARGIN, ORANGE, PANEL, PURPLE, RED, WIDTH, Page
 
 FOLDER = Path(__file__).parent / "drawings"
+_ROOT = Path(__file__).parent.parent
 _LEFT, _GAP, _CELL = MARGIN + 84, 14, 13
 _CARD = (WIDTH - MARGIN - _LEFT - 3 * _GAP) // 4  # whole numbers: lines between cells look alike everywhere
 _KINDS = (("parameters", BLUE, "#b3d9f0"), ("gradients", ORANGE, "#f7e0ad"), ("optimizer", GREEN, "#b0e0d1"))
@@ -179,7 +185,7 @@ def drawings() -> dict[str, Drawing]:
                 Message("forward", ">", "activations of each micro-batch"),
                 Message("backward", "<", "their gradients"),
             ],
-            "Who is idle when is told by the schedule.",
+            "The schedule decides which rank is idle when.",
         ),
         "pp-fsdp": Drawing(
             "pp2,fsdp2: two stages, each sharded on two ranks",
@@ -252,7 +258,7 @@ def drawings() -> dict[str, Drawing]:
                 ),
                 Message("backward", "to", "a push is an update at once; it may be late by up to K updates"),
             ],
-            "Nobody waits for the others. Who is gone is done without.",
+            "Trainers do not wait for each other; some may leave.",
         ),
         "ddp-ps": Drawing(
             "ddp+ps: large embeddings on a server, dense layers under ddp",
@@ -264,7 +270,7 @@ def drawings() -> dict[str, Drawing]:
                 _SERVED,
             ),
             [
-                Message("forward", "to", "numbers of the rows that a batch needs"),
+                Message("forward", "to", "indices of the rows that a batch needs"),
                 Message("forward", "from", "these rows"),
                 Message("backward", "to", "gradients of these rows"),
                 Message("backward", "-", "all-reduce of the dense layers' gradients", ((1, 2, 3),)),
@@ -274,7 +280,7 @@ def drawings() -> dict[str, Drawing]:
             "rpc-pp4: stages that call each other",
             _ranks([("####", layers(n), layers(n), layers(n)) for n in range(4)]),
             [
-                Message("forward", ">", "each stage asks the one before; activations are the answers"),
+                Message("forward", ">", "each stage calls the one before, which returns activations"),
                 Message("forward", "to", "losses", ((0, 3),)),
                 Message("backward", "<", "gradients, sent by distributed autograd"),
                 Message("update", "from", "rank 0 calls the DistributedOptimizer: each rank updates its own"),
@@ -370,12 +376,13 @@ def _arrow(page: Page, x: float, y: float, direction: int) -> None:
 
 def draw_schedules() -> str:
     """Four ranks and eight micro-batches under every schedule, all stages alike, on one scale of time."""
-    from rung.config import RunConfig
-    from rung.explain import explain, idle_share, lay_out
-    from rung.strategy import SCHEDULES, parse
-    from rung.task import load_task
+    from rung.planner.explain.explanation import explain, idle_share, lay_out
+    from rung.spec.config import RunConfig
+    from rung.spec.presets import SCHEDULES
+    from rung.spec.strategy import parse
+    from rung.spec.task import load_task
 
-    task = load_task(Path(__file__).parent.parent / "examples" / "gpt").bind({"model.layers": 8, "model.width": 32})
+    task = load_task(_ROOT / "examples" / "gpt").bind({"model.layers": 8, "model.width": 32})
     config = RunConfig(batch_size=8, micro_batch=1)
     colours = {"F": (BLUE, "#56b4e9"), "B": (ORANGE, "#f7d37f"), "I": ("#f0e442", ""), "W": (GREEN, "")}
     found = {}
@@ -426,6 +433,100 @@ def draw_schedules() -> str:
     return _finish(page, title)
 
 
+# A few words on each package; a test holds that none is missing.
+ROOM_WORDS = {
+    "cli": "one file a command: flags to calls, errors to one line",
+    "compare": "rung compare, rung verify, rung report",
+    "planner": "rung plan, rung explain: the training code on fake tensors",
+    "hardware": "rung bench, rung doctor; records of devices and links",
+    "launch": "worker processes, rendezvous, restarts, reports of failures; rung submit",
+    "train": "what one rank does: loop, metrics, heartbeat, when to save",
+    "checkpoint": "state without topology: save, reshard, load, export",
+    "runtime": "build_runtime; the protocol Runtime: what takes a step",
+    "parallel": "parallelize: stages, tensors, sharding, compression",
+    "data": "which sample is read when, by which rank",
+    "distributed": "the world, real or fake; store, RPC, MPI, status board",
+    "spec": "task, settings, strategy, and whether they fit together; no torch",
+    "system": "environment, network, processes, files, units; standard library only",
+    "errors": "one class for each kind of mistake",
+}
+
+
+def room_layers() -> list[list[str]]:
+    """The packages from the top to the bottom, as the import contract orders them; those of one layer together."""
+    contracts = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    return [layer.split(" | ") for layer in layers if layer != "__main__"]
+
+
+def find_imports() -> set[tuple[str, str]]:
+    """Which package imports which other one, wherever in a file.
+
+    Not how often: a number would make the drawing stale with every file that is added.
+    """
+    found: set[tuple[str, str]] = set()
+    source = _ROOT / "src" / "rung"
+    rooms = {room for layer in room_layers() for room in layer}
+    for path in sorted(source.rglob("*.py")):
+        own = path.relative_to(source).parts[0].removesuffix(".py")
+        if own not in rooms:
+            continue  # rung/__init__.py and rung/__main__.py: the doors, not a package
+        for node in ast.walk(ast.parse(path.read_text())):
+            for other in _imported_rooms(node):
+                if other in rooms and other != own:
+                    found.add((own, other))
+    return found
+
+
+def _imported_rooms(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.ImportFrom) and node.module == "rung":
+        return {name.name for name in node.names}
+    names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+    names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+    return {name.split(".")[1] for name in names if name.startswith("rung.")}
+
+
+def draw_rooms() -> str:
+    """A staircase: a bar for each package, and above its right end a column with the packages that import it."""
+    layers, imports = room_layers(), find_imports()
+    rooms = [room for layer in layers for room in layer]
+    page = Page()
+    title = "the packages of src/rung, and the imports between them"
+    page.y += 8
+    page.text(MARGIN, page.y, title, size=16, bold=True)
+    page.y += 20
+    words = "An arrow leads down to an imported package; a dot marks who imports it; a bracket is one layer."
+    page.text(MARGIN, page.y, words, size=12, fill=GREY)
+    page.y += 20
+    row, column = 44, 35
+    ends = {room: WIDTH - MARGIN - (len(rooms) - 1 - place) * column for place, room in enumerate(rooms)}
+    tops = {room: page.y + place * row for place, room in enumerate(rooms)}
+    middles = {room: (ends[room] - column / 2, tops[room] + row / 2 - 3) for room in rooms}
+    for layer in layers:
+        if len(layer) > 1:  # packages of one layer do not import each other
+            top, bottom = tops[layer[0]] - 5, tops[layer[-1]] + row - 1
+            page.line([(MARGIN - 4, top), (MARGIN - 10, top), (MARGIN - 10, bottom), (MARGIN - 4, bottom)], GREY)
+    for room in rooms:
+        targets = [other for other in rooms if (room, other) in imports]
+        if targets:
+            y = middles[room][1]
+            page.line([(ends[room], y), (middles[targets[-1]][0], y)], LINE, width=1.5)
+        sources = [other for other in rooms if (other, room) in imports]
+        if sources:
+            x, y = middles[room][0], tops[room]
+            page.line([(x, middles[sources[0]][1]), (x, y)], LINE, width=1.5)
+            page.line([(x - 4, y - 6), (x, y - 1), (x + 4, y - 6)], GREY, width=1.8)
+    for room in rooms:
+        page.box(MARGIN, tops[room], ends[room] - MARGIN, row - 6, PANEL, line=BLUE, round=5)
+        page.text(MARGIN + 12, tops[room] + 24, room, size=14, bold=True)
+        page.text(MARGIN + 108, tops[room] + 24, ROOM_WORDS[room], size=12, fill=GREY)
+    for one, other in sorted(imports):
+        x, y = middles[other][0], middles[one][1]
+        page.box(x - 5, y - 5, 10, 10, BLUE, round=5)
+    page.y += len(rooms) * row - 12
+    return _finish(page, title)
+
+
 def _finish(page: Page, title: str) -> str:
     return page.render(title).replace("</title>\n", f"</title>\n{_STYLE}\n", 1)
 
@@ -433,8 +534,9 @@ def _finish(page: Page, title: str) -> str:
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     known = drawings()
-    for name in sys.argv[1:] or [*known, "schedules"]:
-        (FOLDER / f"{name}.svg").write_text(draw_schedules() if name == "schedules" else draw(known[name]))
+    from_code = {"schedules": draw_schedules, "rooms": draw_rooms}
+    for name in sys.argv[1:] or [*known, *from_code]:
+        (FOLDER / f"{name}.svg").write_text(from_code[name]() if name in from_code else draw(known[name]))
         sys.stdout.write(f"{FOLDER.name}/{name}.svg\n")
 
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 
-from rung.checkpoint import Sites, restore
-from rung.config import RunConfig
-from rung.keeper import Keeper, find_state
-from rung.loop import run
+from rung.checkpoint import StorageTopology, restore
+from rung.distributed.status_board import StatusWriter
+from rung.distributed.world import open_world
+from rung.errors import NonFiniteError
 from rung.runtime import build_runtime
-from rung.status import StatusWriter
-from rung.strategy import parse
-from rung.task import Task
-from rung.train import dropout_seed, make_batches, make_eval_batches, position_of
-from rung.world import environment_size, open_world
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.spec.task import Task
+from rung.system.launcher_env import environment_size
+from rung.train.checkpointing import Checkpointing, find_state
+from rung.train.loop import Outputs, Persistence, run
+from rung.train.worker import dropout_seed, make_batches, make_eval_batches, position_of
 from tests.harness import on_ranks
 
 
@@ -71,7 +73,7 @@ def one_leg(
     with open_world(layout, device=config.device, backend=config.backend, timeout_seconds=60) as world:
         run_dir = Path(folder)
         run_dir.mkdir(parents=True, exist_ok=True)
-        sites = Sites(world, run_dir)
+        sites = StorageTopology(world, run_dir)
         checkpoint = find_state(run_dir, sites, resume=True)
         start = position_of(checkpoint)
         batches = make_batches(task, config, world, start_step=start.step)
@@ -83,7 +85,7 @@ def one_leg(
         leg = replace(config, steps=until)
         windows = make_batches(task, leg, world, start_step=start.step)
         leg = replace(leg, log_every=1, checkpoint_every=config.checkpoint_every or 10**9)
-        keeper = Keeper(run_dir, runtime, sites, leg, {}, start)
+        checkpointing = Checkpointing(run_dir, runtime, sites, leg, {}, start)
         seen = Recorder()
         try:
             run(
@@ -91,16 +93,15 @@ def one_leg(
                 windows,
                 world=world,
                 config=leg,
-                observers=[seen],
                 evaluation=(lambda: make_eval_batches(task, config, world)) if config.eval_every != "never" else None,
-                status=status,
-                keeper=keeper,
-                start=start,
+                outputs=Outputs([seen], status=status or StatusWriter()),
+                persistence=Persistence(start, checkpointing),
             )
-        except Exception:
-            keeper.rescue()
+        except Exception as error:
+            if not isinstance(error, NonFiniteError):  # `worker` does not save such a state either
+                checkpointing.rescue()
             raise
-        keeper.close()
+        checkpointing.close()
         state = {name: value.numpy() for name, value in runtime.named_weights()}
         assert not [record.error for record in seen.saves if record.error]
         return Leg(seen.losses, start.step, state, runtime.notes, seen.evaluations)

@@ -13,20 +13,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "rung.session", "rung.train", "tests.harness"]
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "rung.train.session",
+    "rung.train.worker",
+    "tests.harness",
+]
 multiprocessing.set_forkserver_preload(_PRELOADED)
+
+# Of the tests that draw bits, ranks and moments. Another draw: RUNG_TEST_SEED=7 pytest ...
+SEED = int(os.environ.get("RUNG_TEST_SEED", "1"))
+RETRIES: list[str] = []  # of the test that runs
 
 
 def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120) -> list[Any]:
     """function(*args) on `size` ranks; the results in rank order. A failure on any rank is raised with it.
 
-    On a busy machine gloo may lose a connection while its ranks meet, before anything of ours has run: once more, then.
+    On a busy machine gloo may lose a connection while its ranks meet, before anything of ours has run: one retry, then,
+    which pytest's summary counts (tests/conftest.py).
     """
     try:
         return _on_ranks(function, size, *args, timeout=timeout)
     except RankFailed as failure:
         if "connectFullMesh failed" not in str(failure):
             raise
+        RETRIES.append(f"{getattr(function, '__name__', function)} on {size} ranks: gloo's connectFullMesh failed")
         return _on_ranks(function, size, *args, timeout=timeout)
 
 

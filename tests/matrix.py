@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rung.agreement import micro_batch_size
-from rung.config import RunConfig
-from rung.strategy import Layout, parse
+from rung.spec.compatibility import micro_batch_size
+from rung.spec.config import RunConfig
+from rung.spec.strategy import Layout, parse
 
 MODELS = {"babycnn": "BabyCNN, batch norm sync", "gpt": "GPT, tied weights"}
 BATCH_SIZE = 25  # of 103 samples: ragged on every number of ranks, and a last window of 3
@@ -66,9 +66,15 @@ class Row:
     @property
     def is_slow(self) -> bool:
         """Whether `make test` leaves it to `make test-all`."""
-        alone = self.num_ranks == 1 and self.strategy not in ("single", *DEVICES) and self.accumulates
-        large = self.num_ranks == 8 or (self.num_ranks == 4 and self.model == "babycnn")
-        return alone or large or (self.strategy in SERVED and self.accumulates and self.model == "babycnn")
+        if self.num_ranks == 1:
+            return self.strategy not in ("single", *DEVICES)
+        if self.model == "babycnn" and self.strategy in SERVED and self.accumulates:
+            return True
+        if self.num_ranks == 2:
+            return self.strategy == "ps"
+        if self.num_ranks == 4:
+            return self.model == "babycnn" or not self.accumulates  # two ranks have rows of both
+        return self.num_ranks == 8
 
     @property
     def name(self) -> str:
@@ -90,9 +96,9 @@ class Row:
 
 
 def _num_ranks(strategy: str) -> int:
-    from rung.strategy import natural_num_ranks
+    from rung.spec.strategy import required_num_ranks
 
-    return natural_num_ranks(strategy) or 1
+    return required_num_ranks(strategy) or 1
 
 
 ROWS = [

@@ -68,7 +68,7 @@ def on_mpi_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[An
 
 
 def _rank(job: Path) -> None:
-    from rung.environment import environment_rank
+    from rung.system.launcher_env import environment_rank
 
     function, args = pickle.loads(job.read_bytes())
     Path(f"{job}-{environment_rank()}").write_bytes(pickle.dumps(function(*args)))

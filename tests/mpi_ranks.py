@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rung.config import RunConfig
-from rung.environment import environment_size
-from rung.strategy import parse
-from rung.world import open_world
+from rung.distributed.world import open_world
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.system.launcher_env import environment_size
 from tests.matrix import BATCH_SIZE, GLOBAL_MICRO_BATCH
 from tests.parity import Outcome, with_rung
 from tests.tasks import TASKS
@@ -94,9 +94,9 @@ def exercise(group: dist.ProcessGroup | None, ranks: list[int]) -> None:
         dist.all_to_all(received, list(parts[rank].clone()), group=group)
         assert torch.equal(torch.stack(received), parts[:, rank])
         own = parts[rank, 0].clone()
-        if rank == 0:
+        if rank == 0 and size > 1:
             dist.send(own, last, group=group, tag=3)
-        elif dist.get_rank() == last:
+        elif size > 1 and dist.get_rank() == last:
             assert dist.recv(own, first, group=group, tag=3) == first
             assert torch.equal(own, parts[0, 0])
     dist.barrier(group)
@@ -186,7 +186,7 @@ def exercise_all(strategies: list[str]) -> tuple[list[str], dict[str, Outcome]]:
         exercise_odd_ones(world.rank, size)
         said = refusals()
         # A call of MPI counts no further than 2^31: the same in parts, which are small ones here.
-        from rung.mpi.group import MpiGroup
+        from rung.distributed.mpi.process_group import MpiGroup
 
         whole, MpiGroup.MOST_BYTES = MpiGroup.MOST_BYTES, 5
         exercise(groups[world.rank % 2], pairs[world.rank % 2])

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from rung.config import RunConfig
-from rung.order import Order
+from rung.data.permutation import Permutation
+from rung.distributed.world import open_world
 from rung.runtime import build_runtime
-from rung.strategy import parse
-from rung.task import Task
-from rung.train import make_batches, make_eval_batches
-from rung.world import environment_size, open_world
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.spec.task import Task
+from rung.system.launcher_env import environment_size
+from rung.train.worker import make_batches, make_eval_batches
 
 
 @dataclass
@@ -39,7 +40,7 @@ def by_hand(task: Task, config: RunConfig, micro: int | None = None) -> Outcome:
     per_epoch = -(-count // size)
     total = config.steps or per_epoch * (config.epochs or 1)
     schedule = task.schedule(optimizer, total) if task.schedule else None
-    order = Order(count, config.seed, shuffle=config.shuffle is not False)
+    order = Permutation(count, config.seed, shuffle=config.shuffle is not False)
     outcome = Outcome()
     weigh = task.loss_weight or len
     for step in range(total):
@@ -56,7 +57,8 @@ def by_hand(task: Task, config: RunConfig, micro: int | None = None) -> Outcome:
                 loss.backward()
                 value += loss.item()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+        values = [g.coalesce().values() if g.is_sparse else g for g in grads]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v) for v in values]))
         if config.clip is not None and norm > config.clip:
             for grad in grads:
                 grad.mul_(config.clip / (norm + 1e-6))
@@ -90,9 +92,9 @@ def with_rung(make_task: Any, strategy: str, config: RunConfig) -> Outcome:
         runtime = build_runtime(task, world, config, total_steps=batches.total_steps)
         for window in runtime.place(batches):
             result = runtime.step(window, want_norm=True)
-            loss = sum(row[0] for row in world.gather(world.read([result.loss_share])))
+            loss = sum(row[0] for row in world.gather(world.tensors.read([result.loss_share])))
             outcome.losses.append(loss)
-            outcome.norms += world.read([result.grad_norm])
+            outcome.norms += world.tensors.read([result.grad_norm])
             outcome.rates.append(result.learning_rate)
         outcome.evaluation = runtime.evaluate(make_eval_batches(task, config, world))
         outcome.bytes = runtime.state_bytes()

@@ -17,6 +17,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.processes import processes_of
+
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 # Two partitions: a job of `urgent` takes the nodes of one of `normal`, which has some time to leave and comes back.
@@ -143,8 +145,12 @@ class Slurm:
     def release(self, number: str) -> None:
         """Let a job that was requeued start soon, and not in two minutes.
 
-        Not at once: within the second in which a job was ended, a node takes it for the one that it ended.
+        Not at once: within the second in which a job was ended, a node takes it for the one that it ended, and ends it
+        without a word. A node that was down may end it later than the job is requeued.
         """
+        deadline = time.monotonic() + 60
+        while processes_of(f"slurmstepd: [{number}.") and time.monotonic() < deadline:
+            time.sleep(0.1)
         self._call("scontrol", "update", f"JobId={number}", "StartTime=now+3")  # it may have started meanwhile
 
     def _idle(self) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from rung.task import Task, load_task
+from rung.spec.task import Task, load_task
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from benchmarks.cases import Case
 from benchmarks.contenders.common import Contender
-from rung.world import World
+from rung.distributed.world import World
 
 # The order of the report. Where a package has two names, either will do.
 _PACKAGES: dict[str, tuple[str, ...]] = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.cases import Case
-from rung.task import Task
-from rung.world import World
+from rung.distributed.world import World
+from rung.spec.task import Task
 
 LOG_EVERY = 10  # steps between two reads of the loss; each is a synchronisation with the device
 

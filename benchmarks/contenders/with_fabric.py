@@ -18,7 +18,7 @@ except ImportError:
 
 from benchmarks.cases import Case
 from benchmarks.contenders.common import LOG_EVERY, Contender, Stopwatch, endless, seeded_module, shuffled_loader
-from rung.world import World
+from rung.distributed.world import World
 
 
 class WithFabric:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.cases import Case
 from benchmarks.contenders.common import LOG_EVERY, Contender, Stopwatch, seeded_module, shuffled_loader
-from rung.world import World
+from rung.distributed.world import World
 
 
 class HandWritten:

@@ -1,4 +1,4 @@
-"""The job with Rung: its own loop, `rung.train.run`, as `rung train` calls it."""
+"""The job with Rung: its own loop, `rung.train.worker.run`, as `rung train` calls it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.contenders.common import LOG_EVERY, Contender, Stopwatch
 from rung.checkpoint import SaveRecord
-from rung.config import resolve
-from rung.live import Live
-from rung.loop import run
-from rung.metrics import EvalRecord, StepRecord
+from rung.data.batch_shard import LocalBatch
+from rung.distributed.live_status import JobSnapshot
+from rung.distributed.world import World
 from rung.runtime import build_runtime
-from rung.train import make_batches
-from rung.windows import Window
-from rung.world import World
+from rung.spec.config import resolve
+from rung.train.loop import Outputs, run
+from rung.train.metrics import EvalRecord, StepRecord
+from rung.train.worker import make_batches
 
 
 class WithRung:
@@ -47,17 +47,17 @@ class WithRung:
         config = replace(self._config, steps=self._num_steps, epochs=None)
         observer = _Marker(stopwatch, first)
         part: Any = _Part(self._windows, num_steps, self._num_steps)
-        run(self._runtime, part, world=self._world, config=config, observers=[observer])
+        run(self._runtime, part, world=self._world, config=config, outputs=Outputs([observer]))
         return fmean(observer.losses)
 
 
 class _Part:
     """The next windows of batches that have no end."""
 
-    def __init__(self, windows: Iterator[Window], num_steps: int, total_steps: int) -> None:
+    def __init__(self, windows: Iterator[LocalBatch], num_steps: int, total_steps: int) -> None:
         self._windows, self._num_steps, self.total_steps = windows, num_steps, total_steps
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[LocalBatch]:
         return itertools.islice(self._windows, self._num_steps)
 
 
@@ -79,7 +79,7 @@ class _Marker:
 
     def on_checkpoint(self, record: SaveRecord) -> None: ...
 
-    def on_ranks(self, live: Live) -> None: ...
+    def on_ranks(self, live: JobSnapshot) -> None: ...
 
     def on_end(self, facts: dict[str, Any]) -> None: ...
 

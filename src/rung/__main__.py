@@ -2,7 +2,7 @@
 
 import sys
 
-from rung.cli import main
+from rung.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -1,7 +1,7 @@
-"""Errors a user can act on: what was asked, why it cannot be, and the nearest valid choice.
+"""Errors that a user can act on: what was asked, why it cannot be, and the nearest valid choice.
 
-Everything here is raised before work starts or with the place it happened; the command line prints
-the message without a traceback. Imports nothing of Rung and no torch.
+They are raised before work starts, or name the place where they happened; the command line prints the message without a
+traceback. Imports nothing of Rung and no torch.
 """
 
 from __future__ import annotations
@@ -49,13 +49,20 @@ class NonFiniteError(RungError):
     """The loss or the gradient norm of a run is not a finite number any more."""
 
 
+class ReplicaError(RungError):
+    """Ranks that should hold the same weights no longer do."""
+
+
+class ResumeError(RungError):
+    """A resumed run does not go on where it was."""
+
+
 class ReportError(RungError):
-    """A run or a comparison cannot be shown."""
+    """A run or a comparison cannot be displayed."""
 
 
 class JobFailed(RungError):
-    """A launched job ended with a failure; the message is the report of it. `is_mistake` if ranks found, before they
-    trained, that what was asked cannot be."""
+    """A launched job failed; the message is the report. `is_mistake`: ranks refused the request before they trained."""
 
     def __init__(self, report: str, *, is_mistake: bool = False) -> None:
         super().__init__(report)

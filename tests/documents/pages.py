@@ -190,7 +190,7 @@ def rung_arguments(words: list[str]) -> list[list[str]]:
     """What `rung` is called with in a line, also by mpirun or torchrun; several times where commands are joined."""
     found: list[list[str]] = []
     for part in _parts(words):
-        module = next((i for i in range(1, len(part)) if part[i] in ("rung", "rung.cli") and part[i - 1] == "-m"), None)
+        module = next((i for i in range(1, len(part)) if part[i] == "rung" and part[i - 1] == "-m"), None)
         plain = next((i for i, word in enumerate(part) if word == "rung" or word.endswith("/rung")), None)
         place = module if module is not None else plain
         if place is not None:

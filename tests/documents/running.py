@@ -8,7 +8,7 @@ import subprocess
 import sys
 from functools import cache
 
-from rung.template import TEMPLATE
+from rung.spec.template import TEMPLATE
 from tests.documents.pages import Command, blocks, commands, page_names
 from tests.faults import hosts
 
@@ -21,20 +21,20 @@ EXCEPTED = {
     r"^pre-commit install": "writes a hook into the reader's repository",
     r"^(?!rung (explain|plan|submit)).*--nproc(-per-node)? 8\b": "8 processes a machine",
     r"--config examples/imagenet/resnet50.toml": "90 epochs of ImageNet on GPUs",
-    r"task.py --set train_data.root=IMAGES": "a directory of images; tests/unit/test_imagenet.py writes one",
+    r"task.py --set train_data.root=IMAGES": "a directory of images; tests/examples/test_imagenet.py writes one",
     r"--sizes 1M:1G:2": "messages of a gigabyte among four processes",
-    r"^rung submit k8s (?!.*--dry-run)": "needs a cluster; tests/multi/test_kubernetes.py runs the pods",
+    r"^rung submit k8s (?!.*--dry-run)": "needs a cluster; tests/launch/submit/test_kubernetes_ranks.py runs the pods",
     r"^kubectl ": "needs a cluster",
-    r"^srun ": "needs Slurm; tests/multi/test_slurm.py has one of its own",
+    r"^srun ": "needs Slurm; tests/launch/submit/test_slurm_ranks.py has one of its own",
     r"^torchrun --nnodes 2": "torchrun knows its own machine by its name, which network namespaces share",
     r"^mpirun .*--host ": "mpirun starts processes on other machines by ssh",
-    r"^docker ": "needs a Docker engine; tests/multi/test_compose.py runs the services",
-    r"^rung submit slurm (?!.*--dry-run)": "needs a cluster; tests/multi/test_slurm.py has one of its own",
+    r"^docker ": "needs a Docker engine; tests/packaging/test_compose_ranks.py runs the services",
+    r"^rung submit slurm (?!.*--dry-run)": "needs a cluster; tests/launch/submit/test_slurm_ranks.py has one",
 }
 # Those that are to end otherwise than with 0, as their page shows, and what they end with.
 EXPECTED = {
-    ("README.md", "rung train circle.py --strategy fdsp"): 2,
-    ("README.md", "rung train broken/task.py --nproc 2"): 1,
+    ("docs/elastic.md", "rung train task.py --strategy fdsp"): 2,
+    ("docs/elastic.md", "rung train broken/task.py --nproc 2"): 1,
     ("docs/ladder.md", "wait $!"): 75,
     ("docs/start.md", "wait $!"): 137,
 }

@@ -13,13 +13,13 @@ import tomllib
 import pytest
 
 import rung
-from rung.agreement import refuse_contradictions
-from rung.cli import _build_parser
-from rung.config import FLAGS, SETTINGS, resolve
+from rung.cli.main import build_parser
 from rung.errors import RungError
-from rung.flags import assignments_of
-from rung.strategy import default_name, natural_num_ranks, parse
-from rung.task import load_task
+from rung.spec.compatibility import validate_config
+from rung.spec.config import FLAGS, SETTINGS, resolve
+from rung.spec.flags import assignments_of
+from rung.spec.strategy import default_name, parse, required_num_ranks
+from rung.spec.task import load_task
 from tests.documents.pages import (
     ROOT,
     Block,
@@ -39,7 +39,7 @@ RUNG = [(c, arguments) for c in COMMANDS for arguments in rung_arguments(c.words
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
     try:
-        return _build_parser().parse_args(arguments)
+        return build_parser().parse_args(arguments)
     except SystemExit as error:
         if error.code:
             raise AssertionError("the parser refuses it") from None
@@ -74,29 +74,28 @@ def test_prompts_continuations_and_comments_are_understood():
         (10, 'rung train "a #1.py" --nproc 2'),
         (13, "rung strategies"),
     ]
-    words = ["mpirun", "-n", "2", "rung", "train", "a.py", "&&", "torchrun", "-m", "rung.cli", "doctor"]
+    words = ["mpirun", "-n", "2", "rung", "train", "a.py", "&&", "torchrun", "-m", "rung", "doctor"]
     assert rung_arguments(words) == [["train", "a.py"], ["doctor"]]
 
 
-def test_the_readme_has_the_settings_of_the_code(monkeypatch):
+def test_the_page_of_settings_has_those_of_the_code(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     reference = importlib.import_module("reference")
-    text = (ROOT / "README.md").read_text()
-    table = re.search(r"<!-- settings: [^>]*-->\n(.*?)\n<!-- end of settings -->", text, flags=re.DOTALL)
-    assert table is not None
-    assert table.group(1) == reference.settings_table(has_flag=False), (
-        "CONTRIBUTING.md, Documents, says how to renew it"
-    )
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert reference.settings_table(has_flag=False) in page, "run: python docs/reference.py"
+    assert reference.with_settings_table(page) == page
+    assert reference.with_settings_table(page.replace("| `fused` |", "| `fussed` |")) == page
 
 
 def test_the_reference_has_every_command_flag_and_setting(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     reference = importlib.import_module("reference")
-    told, settings = reference.commands(), reference.settings()
+    listed = reference.commands()
+    settings = reference.flag_settings() + reference.settings_table(has_flag=False)
     for name in ("train", "verify", "profile merge", "bench collectives", "new"):
-        assert f"## rung {name}\n" in told
+        assert f"## rung {name}\n" in listed
     for flag in FLAGS:
-        assert f"`--{flag.replace('_', '-')}" in told
+        assert f"`--{flag.replace('_', '-')}" in listed
     assert all(f"| `{name}` |" in settings or f"`--{name.replace('_', '-')}`" in settings for name in SETTINGS)
 
 
@@ -155,9 +154,9 @@ def _check_settings(command: Command, options: argparse.Namespace, task) -> None
         num_ranks = per_host * int(str(config.nnodes).partition(":")[0])
         name = config.strategy or default_name(max(num_ranks, 1))
         layout = parse(
-            name, num_ranks or natural_num_ranks(name) or 8, schedule=config.schedule, servers=config.servers
+            name, num_ranks or required_num_ranks(name) or 8, schedule=config.schedule, servers=config.servers
         )
-        refuse_contradictions(config, layout)
+        validate_config(config, layout)
     except RungError as error:
         pytest.fail(f"{command.place}: {command.text}\n{error}")
 
@@ -169,7 +168,7 @@ def _ranks_outside(command: Command) -> str | None:
 
 
 def test_names_of_commands_and_flags_within_the_text_exist():
-    parser = _build_parser()
+    parser = build_parser()
     wrong = []
     for page in page_names():
         if page == "CHANGELOG.md":

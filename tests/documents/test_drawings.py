@@ -1,4 +1,5 @@
-"""What docs/strategies.md shows is what its scripts make: the drawings, and the tables of figures."""
+"""The drawings of docs/strategies.md and docs/architecture.md, and the tables of the former, are those of the scripts
+that make them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.strategies import CASES, fill_in, tables
-from rung.strategy import PRESETS, SCHEDULES
+from rung.spec.presets import PRESETS, SCHEDULES
 from tests.documents.pages import ROOT
 
 _FOLDER = ROOT / "docs" / "drawings"
@@ -52,10 +53,24 @@ def test_the_drawn_schedules_are_those_of_the_training_code():
     )
 
 
-def test_the_page_shows_every_drawing():
+def test_the_drawing_of_the_packages_follows_the_imports():
+    assert (_FOLDER / "rooms.svg").read_text() == DRAWINGS.draw_rooms(), "run: python docs/drawings.py rooms"
+    ElementTree.parse(_FOLDER / "rooms.svg")
+
+
+def test_imports_between_packages_are_found_and_go_downward():
+    rooms = [room for layer in DRAWINGS.room_layers() for room in layer]
+    assert list(DRAWINGS.ROOM_WORDS) == rooms
+    imports = DRAWINGS.find_imports()
+    assert all(rooms.index(one) < rooms.index(other) for one, other in imports)
+    assert {("train", "runtime"), ("spec", "errors")} <= imports
+
+
+def test_the_pages_show_every_drawing():
     shown = re.findall(r"\(drawings/([\w-]+)\.svg\)", _PAGE)
     assert sorted(shown) == sorted([*DRAWINGS.drawings(), "schedules"])
-    assert {path.stem for path in _FOLDER.iterdir()} == set(shown)
+    assert "(drawings/rooms.svg)" in (ROOT / "docs" / "architecture.md").read_text()
+    assert {path.stem for path in _FOLDER.iterdir()} == {*shown, "rooms"}
 
 
 def test_the_tables_are_those_of_the_figures():

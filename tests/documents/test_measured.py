@@ -11,7 +11,7 @@ import pytest
 from benchmarks.report import fill_marks
 from tests.documents.pages import ROOT
 
-_PAGES = {"faults": "elastic.md", "endurance": "elastic.md", "load": "launching.md"}
+_PAGES = {"faults": "elastic.md", "endurance": "elastic.md", "load": "launching.md", "models": "models.md"}
 
 
 @pytest.mark.parametrize("name", _PAGES)

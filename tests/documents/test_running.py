@@ -9,12 +9,12 @@ import pytest
 from tests.documents.pages import commands, page_names
 from tests.documents.running import EXPECTED, lack_of_this_machine, reason_not_to_run
 from tests.documents.shell import HANGS, Shell, copy_project
+from tests.marks import slow_if
 
-pytestmark = pytest.mark.slow
 PAGES = [page for page in page_names() if any(reason_not_to_run(c) is None for c in commands(page))]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [slow_if(page != "docs/tasks.md", page) for page in PAGES])
 def test_every_command_of_a_page_works(page, tmp_path):
     copy_project(tmp_path, page)
     failures = []

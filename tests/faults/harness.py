@@ -24,11 +24,12 @@ import torch
 from safetensors.torch import load_file
 
 from rung.checkpoint.places import state_folders
-from rung.checkpoint.survey import Place, survey
+from rung.checkpoint.survey import CheckpointLocation, survey
+from rung.data.permutation import Permutation
+from rung.distributed.status_board import RankStatus, read_statuses
 from rung.errors import RESUME_EXIT_CODE
-from rung.metrics import committed
-from rung.order import Order
-from rung.status import RankStatus, read_statuses
+from rung.train.metrics import committed
+from tests.launcher import WarmLauncher
 
 TASK = Path(__file__).parent / "task.py"
 NUM_SAMPLES, BATCH, EPOCHS = 103, 10, 4
@@ -77,7 +78,7 @@ class Launched:
         self._start()
 
     def _start(self) -> None:
-        command = [*self._prefix, sys.executable, "-m", "rung.cli", "train", str(self._task), *self._arguments]
+        command = [*self._prefix, sys.executable, "-m", "rung", "train", str(self._task), *self._arguments]
         self.process = subprocess.Popen(
             [*command, "--out", str(self.run_dir), "--resume-if-there"],
             stdout=self._file,
@@ -125,6 +126,12 @@ class Launched:
     def pid(self, rank: int) -> int | None:
         status = self.statuses().get(rank)
         return status.pid if status is not None else None
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL to a rank that must be there: a pid of 0 would mean whoever runs the tests."""
+        pid = self.pid(rank)
+        assert pid, f"there is no rank {rank} to kill:\n{self.output()[-3000:]}"
+        os.kill(pid, signal.SIGKILL)
 
     def rows(self) -> list[dict[str, Any]]:
         found = []
@@ -193,21 +200,28 @@ def arguments_for(strategy: str, num_ranks: int, *more: str) -> list[str]:
 COMPARABLE = ["--precision", "fp64", "--set", "dropout=false"]
 
 
-def reference(folder: Path, strategy: str, num_ranks: int, *more: str) -> dict[str, torch.Tensor]:
+def reference(
+    folder: Path, strategy: str, num_ranks: int, *more: str, launcher: WarmLauncher | None = None
+) -> dict[str, torch.Tensor]:
     """The weights of the run without faults."""
-    path = reference_run(folder, strategy, num_ranks, *more)
+    path = reference_run(folder, strategy, num_ranks, *more, launcher=launcher)
     return dict(load_file(path / "model.safetensors"))
 
 
-def reference_run(folder: Path, strategy: str, num_ranks: int, *more: str) -> Path:
-    """The directory of the run without faults."""
+def reference_run(
+    folder: Path, strategy: str, num_ranks: int, *more: str, launcher: WarmLauncher | None = None
+) -> Path:
+    """The directory of the run without faults, which a warm launcher makes sooner: nothing happens to it."""
     words = "-".join([strategy, str(num_ranks), *more])
     path = folder / f"reference-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
     if not (path / "run" / "model.safetensors").exists():
         path.mkdir(parents=True)
-        job = Launched(
-            path, [*arguments_for(strategy, num_ranks, *more), "--set", "model.pause=0"], num_ranks=num_ranks
-        )
+        arguments = [*arguments_for(strategy, num_ranks, *more), "--set", "model.pause=0"]
+        if launcher is not None:
+            outcome = launcher.call(path, "train", str(TASK), *arguments, "--out", "run", limit=_LIMIT, nproc=num_ranks)
+            assert outcome.code == 0, outcome.output
+            return path / "run"
+        job = Launched(path, arguments, num_ranks=num_ranks)
         try:
             job.process.wait(_LIMIT)
             assert job.process.returncode == 0, job.output()
@@ -218,7 +232,7 @@ def reference_run(folder: Path, strategy: str, num_ranks: int, *more: str) -> Pa
 
 def expected_seen(num_epochs: int = EPOCHS, seed: int = 0) -> torch.Tensor:
     """What `seen` must be when every sample was trained on once an epoch."""
-    order, seen = Order(NUM_SAMPLES, seed, shuffle=True), torch.zeros(NUM_SAMPLES, dtype=torch.float64)
+    order, seen = Permutation(NUM_SAMPLES, seed, shuffle=True), torch.zeros(NUM_SAMPLES, dtype=torch.float64)
     for epoch in range(num_epochs):
         for start in range(0, NUM_SAMPLES, BATCH):
             window = order.samples(epoch, start, min(start + BATCH, NUM_SAMPLES))
@@ -288,5 +302,5 @@ def weights_differ(
 
 def checkpoints_damaged(run_dir: Path) -> list[str]:
     """What `rung checkpoints` says of a run that is over: all that lies there must be whole, every byte of it."""
-    found = survey(Place(run_dir, state_folders(run_dir)))
+    found = survey(CheckpointLocation(run_dir, state_folders(run_dir)))
     return [f"checkpoint: {one.problem}" for one in found if one.state != "whole"]

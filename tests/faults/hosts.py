@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import uuid
+from functools import cache
 from pathlib import Path
 
 _FILES = Path("/etc/netns")  # what lies there in a folder of a namespace's name is put over the files of /etc
 _NAMED = 'hostname "$0" && exec "$@"'
 
 
+@cache
 def possible() -> bool:
     """Whether this machine lets us make network namespaces."""
     if os.geteuid() != 0 or shutil.which("ip") is None:

@@ -164,7 +164,11 @@ def _kill_launcher(scene: Scene, fault: Fault) -> None:
 
 
 def _launcher(scene: Scene) -> Launched:
-    return scene.jobs[scene.chance.randrange(len(scene.jobs))]
+    """One that runs: a launcher that has just ended is about to be started again."""
+    job = scene.jobs[scene.chance.randrange(len(scene.jobs))]
+    if job.process.poll() is not None:
+        raise Missed
+    return job
 
 
 def _kill_server(scene: Scene, fault: Fault) -> None:

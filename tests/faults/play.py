@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from rung.metrics import committed
+from rung.train.metrics import committed
 from tests.faults.harness import (
     Launched,
     arguments_for,
@@ -24,6 +24,7 @@ from tests.faults.harness import (
 from tests.faults.kinds import CONTINUE, EITHER, KINDS, RESTART, Kind, Missed
 from tests.faults.plans import NUM_EPOCHS, NUM_STEPS, SETTINGS, JobPlan, PlannedFault, Row
 from tests.faults.scene import Event, Fault, Scene, opened
+from tests.launcher import WarmLauncher
 
 _FAULT_SECONDS = 60.0  # to recover from one
 _JOB_SECONDS = 90.0  # to come to the end after the last one
@@ -39,11 +40,11 @@ class Result:
     problems: list[str] = field(default_factory=list)
 
 
-def play(plan: JobPlan, base: Path, kept: Path | None = None) -> Result:
-    """The files of a job that failed go to `kept`."""
+def play(plan: JobPlan, base: Path, kept: Path | None = None, launcher: WarmLauncher | None = None) -> Result:
+    """The files of a job that failed go to `kept`. The run without faults is left to the launcher, if there is one."""
     folder = base / f"job-{plan.number}"
     row = plan.row
-    known = _reference(row, base)
+    known = _reference(row, base, launcher)
     pause = f"model.pause={SETTINGS[row.setting].pause}"
     arguments = arguments_for(row.strategy, row.num_ranks, *row.arguments, "--set", pause)
     result = Result(plan, folder)
@@ -72,12 +73,12 @@ def play(plan: JobPlan, base: Path, kept: Path | None = None) -> Result:
     return result
 
 
-def _reference(row: Row, base: Path) -> Path:
+def _reference(row: Row, base: Path, launcher: WarmLauncher | None) -> Path:
     """The run without faults: on the same topology, or in one process where the topology changes."""
     if row.num_hosts > 1:
         row = Row("single", 1, row.setting)
     timeout_free = [word for word in row.arguments if word != "--replicate-state"]
-    return reference_run(base, row.strategy, row.num_ranks, *timeout_free)
+    return reference_run(base, row.strategy, row.num_ranks, *timeout_free, launcher=launcher)
 
 
 # -- striking --------------------------------------------------------------------------------------------------------
@@ -96,7 +97,10 @@ def _strike(scene: Scene, planned: PlannedFault) -> Fault:
         if planned.phase == "step":
             time.sleep(scene.chance.random() * 0.05)
     fault.step, fault.world = scene.done(), len(scene.statuses())
-    kind.inject(scene, fault)
+    try:
+        kind.inject(scene, fault)
+    except ProcessLookupError:  # what was to be hit has ended by itself
+        raise Missed from None
     fault.over = time.monotonic()
     return fault
 

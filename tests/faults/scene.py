@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rung.status import RankStatus
+from rung.distributed.status_board import RankStatus
 from tests.faults.harness import Launched, compile_shim, done
 from tests.faults.hosts import Hosts
 from tests.faults.plans import JobPlan
@@ -175,7 +175,7 @@ def opened(plan: JobPlan, folder: Path, base: Path, arguments: list[str]) -> Ite
 @contextlib.contextmanager
 def _rendezvous(hosts: Hosts) -> Iterator[None]:
     """The store where the machines meet, on a machine of its own."""
-    command = [*hosts.prefix(len(hosts.names) - 1), sys.executable, "-m", "rung.cli", "rdzv", str(_PORT)]
+    command = [*hosts.prefix(len(hosts.names) - 1), sys.executable, "-m", "rung", "rdzv", str(_PORT)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         yield

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rung.config import resolve
-from rung.metrics import committed
-from rung.task import load_task
-from rung.train import Job, worker
+from rung.spec.config import resolve
+from rung.spec.task import load_task
+from rung.train.metrics import committed
+from rung.train.worker import RankJob, worker
 from tests.faults.harness import COMPARABLE, Launched
+from tests.marks import slow
 from tests.tasks import EXAMPLES
 
 MISSING = [name for name in ("torchvision", "timm") if importlib.util.find_spec(name) is None]
@@ -48,7 +47,7 @@ def _undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     flags = {"batch_size": BATCH, "epochs": EPOCHS, "precision": "fp64"}
     told = {key: str(value) for key, value in {**SETTINGS, "dropout": "false", "device": "cpu"}.items()}
     found = resolve(load_task(TASK), flags=flags, assignments=told)
-    worker(Job(str(TASK), "single", found.config, found.arguments, str(folder)))
+    worker(RankJob(str(TASK), "single", found.config, found.arguments, str(folder)))
     return load_file(folder / "model.safetensors")
 
 
@@ -64,7 +63,7 @@ def _lose_a_rank(folder: Path, strategy: str, processes: str, *more: str) -> Lau
     )
     try:
         _wait(lambda: any(row["event"] == "checkpoint" for row in job.rows()), "a checkpoint", job)
-        os.kill(job.pid(1) or 0, signal.SIGKILL)
+        job.kill(1)
         _wait(job.over, "the end", job)
         assert job.process.returncode == 0, job.output()
         return job
@@ -89,15 +88,18 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return _undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-def test_a_rank_lost_within_an_epoch_costs_no_sample(tmp_path: Path, known: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "most", "setting"),
+    [
+        ("ddp", 2, "workers=1"),
+        slow("ddp", 3, "memory_format=channels_last"),
+        slow("fsdp", 3, "memory_format=channels_last"),
+    ],
+)
+def test_a_rank_lost_within_an_epoch_costs_no_sample(
+    tmp_path: Path, known: dict[str, torch.Tensor], strategy: str, most: int, setting: str
+) -> None:
     """Augmentation, loader processes, batch norms over all ranks: the weights are those of one process."""
-    job = _lose_a_rank(tmp_path, "ddp", "1:2", "--set", "workers=1")
-    _examine(job, known, [2, 1])
+    job = _lose_a_rank(tmp_path, strategy, f"{most - 1}:{most}", "--set", setting)
+    _examine(job, known, [most, most - 1])
     assert "best top1" in job.output()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_three_ranks_become_two(tmp_path: Path, known: dict[str, torch.Tensor], strategy: str) -> None:
-    job = _lose_a_rank(tmp_path, strategy, "2:3", "--set", "memory_format=channels_last")
-    _examine(job, known, [3, 2])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rung.checkpoint import Position, Saver, Sites, choose, newest, restore
-from rung.config import RunConfig
+from rung.checkpoint import Position, Saver, StorageTopology, choose, newest, restore
+from rung.distributed.world import open_world
 from rung.runtime import build_runtime
-from rung.strategy import parse
-from rung.world import environment_size, open_world
-from tests.harness import _rank, on_ranks
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.system.launcher_env import environment_size
+from tests.harness import SEED, _rank, on_ranks
+from tests.marks import slow
 from tests.tasks import image_task
 
 
@@ -54,7 +54,7 @@ def _save_for_ever(strategy: str, folder: str, first: int) -> None:
 def _load(strategy: str, folder: str) -> tuple[int, float, float]:
     config = RunConfig(batch_size=8, steps=10, device="cpu")
     with open_world(parse(strategy, environment_size()), device="cpu", timeout_seconds=60) as world:
-        found = choose({"checkpoints": Path(folder)}, world, Sites(world, Path(folder)))
+        found = choose({"checkpoints": Path(folder)}, world, StorageTopology(world, Path(folder)))
         assert found is not None
         runtime = build_runtime(_task(), world, config, total_steps=10, seeded=False)
         restore(runtime, found, seed=0)
@@ -88,7 +88,7 @@ def kill_while_saving(folder: Path, times: int, seed: int) -> dict[str, int]:
         time.sleep(chance.random() * 0.2)
         first = chance.randrange(2)  # one rank first, or both at once
         for rank in (first, 1 - first):
-            os.kill(ranks[rank].pid or 0, signal.SIGKILL)
+            ranks[rank].kill()
             time.sleep(chance.choice([0.0, 0.0, 0.02]))
         for process in ranks:
             process.join()
@@ -101,12 +101,8 @@ def kill_while_saving(folder: Path, times: int, seed: int) -> dict[str, int]:
     return {"kills": times, "in_the_middle_of_a_save": hit, "loaded": times}
 
 
-def test_the_newest_checkpoint_always_loads(tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    assert kill_while_saving(tmp_path / "run", 6, seed)["loaded"] == 6
-
-
-@pytest.mark.slow
-def test_fifty_kills(tmp_path: Path) -> None:
-    print(kill_while_saving(tmp_path / "run", 50, seed=1))
+@pytest.mark.parametrize("kills", [6, slow(50)])
+def test_the_newest_checkpoint_always_loads(tmp_path: Path, kills: int) -> None:
+    found = kill_while_saving(tmp_path / "run", kills, SEED)
+    print(found)
+    assert found["loaded"] == kills

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from rung.checkpoint import memory_folder
+from rung.cli.main import main
 from tests.faults.harness import COMPARABLE, Launched, compile_shim, done, examine, reference
 from tests.faults.hosts import Hosts, possible
+from tests.launcher import WarmLauncher
+from tests.marks import slow
 
 _LIMIT = 90.0
 
@@ -46,17 +47,16 @@ def _worlds(job: Launched) -> list[int]:
     return [row["ranks"] for row in job.rows() if row["event"] in ("start", "resume")]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pp2,ddp"])
-def test_a_rank_dies_and_one_joins(tmp_path: Path, references: Path, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", slow("pp2,ddp")])
+def test_a_rank_dies_and_one_joins(tmp_path: Path, references: Path, launcher: WarmLauncher, strategy: str) -> None:
     """One machine: the run goes on with one rank fewer, and with one more when asked. Spares wait where it must."""
-    known = reference(references, "single", 1, *COMPARABLE)
+    known = reference(references, "single", 1, *COMPARABLE, launcher=launcher)
     job = Launched(tmp_path, _arguments(strategy, "--nproc", "2:4"), num_ranks=4)
     try:
         _wait(lambda: _at_step(job, 6), "step 6", job)
-        os.kill(job.pid(1) or 0, signal.SIGKILL)
+        job.kill(1)
         _wait(lambda: len(_worlds(job)) == 2 and _at_step(job, 12), "a smaller world", job)
-        scale = [sys.executable, "-m", "rung.cli", "scale", str(job.run_dir), "4"]
-        subprocess.run(scale, check=True, capture_output=True)
+        assert main(["scale", str(job.run_dir), "4"]) == 0
         before = max(row["step"] for row in job.rows() if row["event"] == "step")
         _wait(lambda: len(_worlds(job)) == 3, "a larger world", job)
         _wait(job.over, "the end", job)
@@ -69,16 +69,18 @@ def test_a_rank_dies_and_one_joins(tmp_path: Path, references: Path, strategy: s
         job.close()
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "pp2"])
-def test_with_copies_in_memory_a_kill_costs_one_step_at_most(tmp_path: Path, references: Path, strategy: str) -> None:
-    known = reference(references, strategy, 2)
+@pytest.mark.parametrize("strategy", ["zero3", slow("pp2")])
+def test_with_copies_in_memory_a_kill_costs_one_step_at_most(
+    tmp_path: Path, references: Path, launcher: WarmLauncher, strategy: str
+) -> None:
+    known = reference(references, strategy, 2, launcher=launcher)
     arguments = ["--strategy", strategy, "--nproc", "2", "--replicate-state", "--max-restarts", "3"]
     job = Launched(tmp_path, [*arguments, "--set", "log_every=1", "--set", "workers=1"], num_ranks=2)
     try:
         for moment in (7, 15, 30):
             _wait(lambda moment=moment: done(job.rows()) >= moment, f"step {moment}", job)
             before, starts = done(job.rows()), len(_worlds(job))
-            os.kill(job.pid(moment % 2) or 0, signal.SIGKILL)
+            job.kill(moment % 2)
             _wait(lambda starts=starts: len(_worlds(job)) > starts, "a new start", job)
             resumed = [row for row in job.rows() if row["event"] == "resume"][-1]["step"]
             assert resumed >= before - 1, f"{before - resumed} steps lost"
@@ -90,15 +92,15 @@ def test_with_copies_in_memory_a_kill_costs_one_step_at_most(tmp_path: Path, ref
         shutil.rmtree(memory_folder(job.run_dir), ignore_errors=True)
 
 
-@pytest.mark.slow  # the usual suite has one like it, in tests/multi/test_hosts.py
+@pytest.mark.slow  # the usual suite has one like it, in tests/launch/rendezvous/test_hosts_ranks.py
 @pytest.mark.skipif(not possible(), reason="network namespaces need root")
-def test_a_machine_is_cut_off_and_comes_back(tmp_path: Path, references: Path) -> None:
+def test_a_machine_is_cut_off_and_comes_back(tmp_path: Path, references: Path, launcher: WarmLauncher) -> None:
     """Two machines that share no disk. The cable between them is pulled, and plugged in again."""
-    known = reference(references, "single", 1, *COMPARABLE)
+    known = reference(references, "single", 1, *COMPARABLE, launcher=launcher)
     with Hosts(3) as hosts:
         port = 29517
         store = subprocess.Popen(
-            [*hosts.prefix(2), sys.executable, "-m", "rung.cli", "rdzv", str(port)], start_new_session=True
+            [*hosts.prefix(2), sys.executable, "-m", "rung", "rdzv", str(port)], start_new_session=True
         )
         meet = f"{hosts.address(2)}:{port}"
         more = ("--nproc", "1", "--nnodes", "1:2", "--rdzv", meet, "--timeout", "5", "--set", "model.pause=0.1")
@@ -133,9 +135,11 @@ def test_a_machine_is_cut_off_and_comes_back(tmp_path: Path, references: Path) -
 
 
 @pytest.mark.skipif(not possible(), reason="network namespaces need root")
-def test_machines_whose_clocks_are_hours_apart_stay_together(tmp_path: Path, references: Path) -> None:
+def test_machines_whose_clocks_are_hours_apart_stay_together(
+    tmp_path: Path, references: Path, launcher: WarmLauncher
+) -> None:
     """One machine's clock is an hour ahead, and jumps two hours back while the run goes on: one world to the end."""
-    known = reference(references, "single", 1, *COMPARABLE)
+    known = reference(references, "single", 1, *COMPARABLE, launcher=launcher)
     shim = compile_shim(tmp_path / "shim")
     if shim is None:
         pytest.skip("a clock can be moved with a compiler only")

@@ -13,17 +13,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rung.checkpoint import Position, Sites
-from rung.config import RunConfig
-from rung.keeper import Keeper
-from rung.nested import tensors_in
+from rung.checkpoint import Position, StorageTopology
+from rung.data.pytree import tensors_in
+from rung.distributed.world import open_fake_world, open_world
 from rung.runtime import build_runtime
-from rung.strategy import parse
-from rung.task import load_task
-from rung.train import make_batches
-from rung.world import environment_size, open_world, pretend_world
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.spec.task import load_task
+from rung.system.launcher_env import environment_size
+from rung.train.checkpointing import Checkpointing
+from rung.train.worker import make_batches
 from tests.checkpoints import legs, one_leg
 from tests.harness import RankFailed, on_ranks
+from tests.host_weights import build, gradients
 from tests.parity import by_hand, largest_difference, with_rung
 from tests.tasks import EXAMPLES, TASKS
 
@@ -87,19 +89,21 @@ def _steps_without_synchronisation(strategy: str, precision: str) -> int:
     config = RunConfig(batch_size=16, steps=8, precision=precision, clip=1.0, device="cuda")
     with open_world(parse(strategy, environment_size())) as world, tempfile.TemporaryDirectory() as folder:
         runtime = build_runtime(task, world, config, total_steps=8)
-        keeper = Keeper(Path(folder), runtime, Sites(world, Path(folder)), config, {}, Position(0, 0, 0, 0))
+        checkpointing = Checkpointing(
+            Path(folder), runtime, StorageTopology(world, Path(folder)), config, {}, Position(0, 0, 0, 0)
+        )
         for window in runtime.place(make_batches(task, config, world)):
             if window.step > 3:  # by then every cache is warm
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                keeper.before_step()
+                checkpointing.before_step()
                 runtime.step(window)
-                keeper.after_step(Position(window.step, 0, 0, 0))
+                checkpointing.after_step(Position(window.step, 0, 0, 0))
                 if window.step > 4 and precision != "fp16":  # the scaler's state is read from the device
-                    keeper.save(Position(window.step, 0, 0, 0))
+                    checkpointing.save(Position(window.step, 0, 0, 0))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        keeper.close()  # its thread still writes
+        checkpointing.close()  # its thread still writes
     return 8
 
 
@@ -112,7 +116,7 @@ def _peak_of_one_rank(strategy: str, size: int, stage: int, precision: str) -> d
     task = load_task(EXAMPLES / "gpt").bind({"model.size": "25m"})
     config = RunConfig(batch_size=64, micro_batch=2, steps=2, precision=precision, clip=1.0, device="cuda")
     layout = parse(strategy, size)
-    with pretend_world(layout, rank=stage * (size // layout.pp), device="cuda", fake=False) as world:
+    with open_fake_world(layout, rank=stage * (size // layout.pp), device="cuda", fake=False) as world:
         runtime = build_runtime(task, world, config, total_steps=2)
         torch.cuda.reset_peak_memory_stats()
         for window in runtime.place(make_batches(task, config, world)):
@@ -280,7 +284,7 @@ def out_of_memory(strategy: str, num_ranks: int, fraction: float) -> str:
     """The device really runs out of memory: the run goes on with smaller micro-batches and the same numbers."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task.py").write_text(HUNGRY)
-        command = [sys.executable, "-m", "rung.cli", "train", f"{folder}/task.py", "--set", "device=cuda"]
+        command = [sys.executable, "-m", "rung", "train", f"{folder}/task.py", "--set", "device=cuda"]
         shared = ["--set", "backend=gloo"] if num_ranks > 1 else []
         told = []
         for name, own in (("whole", 1.0), ("poor", fraction)):
@@ -306,6 +310,20 @@ def batches_are_pinned(workers: int) -> str:
     assert len(windows) == 3
     assert all(t.is_pinned() for w in windows for micro in w.micro_batches for t in tensors_in(micro.data))
     return f"{len(windows)} batches"
+
+
+def blocks_on_host() -> str:
+    """A model too large for the GPU: its blocks come from host memory, and the figures are those of the CPU."""
+    task = TASKS["gpt"]()
+    expected = gradients(build(task, "cpu"), task)
+    runtime = build(task, "cuda", blocks_on_host=True)
+    found = gradients(runtime, task)
+    gap = max(abs(found[name] - value) / max(abs(value), 1e-6) for name, value in expected.items())
+    assert gap < 1e-9, f"differs by {gap:.1e}"
+    blocks, whole = runtime.model.get_submodule("blocks"), dict(runtime.model.named_parameters())
+    assert {p.device.type for p in blocks.parameters()} == {"cpu"}
+    assert any(p.device.type == "cuda" for p in whole.values())
+    return f"{gap:.1e}"
 
 
 def rows() -> list[tuple[str, Callable[[], str]]]:
@@ -373,6 +391,7 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
             add(f"{strategy} {model} calls", matches_cpu, strategy, model, size, global_micro_batch=12)
     for how in ("topk:1.0", "fp16"):
         add(f"ddp compress {how} 2 ranks gloo", compressed, how)
+    add("single gpt blocks on the host", blocks_on_host)
     add("single out of memory", out_of_memory, "single", 1, 0.01)
     add("ddp out of memory 2 ranks gloo", out_of_memory, "ddp", 2, 0.006)
     add("tp2 gpt gloo x3", matches_cpu, "tp2", "gpt", 2, global_micro_batch=12)

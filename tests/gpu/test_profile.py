@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rung.cli import main
+from rung.cli.main import main
 from tests.tasks import EXAMPLES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rung.cli import main
-from rung.measured import OPS, read_sweeps
+from rung.cli.main import main
+from rung.hardware.collective_records import OPS, read_sweeps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -40,23 +40,23 @@ from rung.checkpoint.export import find_source
 from rung.checkpoint.files import TensorFile
 from rung.checkpoint.manifest import read_checkpoint
 from rung.checkpoint.plan import read_whole
-from rung.checkpoint.survey import best_whole, locate, look, survey
-from rung.checkpoint_view import checkpoints_command
-from rung.config import RunConfig, read_toml, resolve
+from rung.checkpoint.survey import best_whole, inspect_checkpoint, locate, survey
+from rung.cli.checkpoints_view import checkpoints_command
+from rung.cli.profile_merge import merge_command
+from rung.cli.watch_view import Watcher, draw
+from rung.compare.report import as_markdown, as_page
+from rung.compare.report.runs import read_all
+from rung.distributed.live_status import JobSnapshot, RankFigures, StragglerStatus, snapshot_path, write_snapshot
+from rung.distributed.signed_store import ForgedMessage, SignedStore
+from rung.distributed.status_board import StatusBoard
 from rung.errors import CheckpointError, EnvironmentProblem, RungError
-from rung.launch.elastic import running_launcher, wanted_processes
-from rung.launch.rendezvous_state import JsonRendezvousBackend, StateCodec
+from rung.launch.rendezvous.elastic import running_launcher, wanted_processes
+from rung.launch.rendezvous.round import HostOffer, JobResult, LauncherResult, Round, WorldPlan, read_message
+from rung.launch.rendezvous.state import JsonRendezvousBackend, StateCodec
 from rung.launch.resume import find_run, is_finished, refuse_differences, settings_of
-from rung.launch.rounds import Ending, Fate, HostOffer, Round, WorldPlan, read_message
-from rung.live import Live, RankFigures, Slowness, live_path, write_live
-from rung.processes import machine_name
-from rung.profile_merge import merge_command
-from rung.report import as_markdown, as_page
-from rung.report.runs import read_all
-from rung.signed_store import ForgedMessage, SignedStore
-from rung.status import StatusBoard
-from rung.task import Task
-from rung.watch_view import Watcher, draw
+from rung.spec.config import RunConfig, read_toml, resolve
+from rung.spec.task import Task
+from rung.system.processes import machine_name
 from tests.comparison import sample
 from tests.made_checkpoints import make_checkpoint
 from tests.security.guard import Guard, TooLong, working_directory
@@ -248,7 +248,7 @@ def _read_notes(folder: Path, made: bytes) -> None:
         (step / f"rank-{rank:05d}.json").write_bytes(part)
 
     def load() -> None:
-        found = look(step, 4, "rescue")
+        found = inspect_checkpoint(step, 4, "rescue")
         if found.checkpoint is None or found.problem is not None:
             raise CheckpointError(str(found.problem))
         for name, tensor in found.checkpoint.manifest["tensors"].items():
@@ -324,7 +324,7 @@ def _prepare_run(folder: Path) -> list[dict[str, Any]]:
     lines = _run_lines()
     (folder / "metrics.jsonl").write_bytes(b"".join(as_json(line) + b"\n" for line in lines))
     (folder / "config.toml").write_text('batch_size = 4\nprecision = "fp32"\n')
-    write_live(live_path(folder), _live())
+    write_snapshot(snapshot_path(folder), _live())
     board = StatusBoard(folder / ".state" / "status", 2, create=True)
     board.writer(1).phase("forward")
     _announce(folder, {"pid": os.getpid(), "least": 2, "most": 2, "machine": machine_name()})
@@ -335,13 +335,13 @@ def _announce(folder: Path, told: Any) -> None:
     (folder / ".state" / "launcher").write_bytes(as_json(told))
 
 
-def _live() -> Live:
+def _live() -> JobSnapshot:
     ranks = [RankFigures({"data": 0.1, "forward": 0.2, "backward": 0.3, "update": 0.1}, 8.0, 2**20)] * 2
-    return Live(5, time.time(), 0.5, ranks, [Slowness(1, "data", 0.1, 0.01, "rank 1 is slow")])
+    return JobSnapshot(5, time.time(), 0.5, ranks, [StragglerStatus(1, "data", 0.1, 0.01, "rank 1 is slow")])
 
 
 def _watched(folder: Path, made: bytes) -> None:
-    picture = draw(Watcher(folder).look(), 24)
+    picture = draw(Watcher(folder).poll(), 24)
     if not _is_drawn(made):
         return
     console = Console(width=120, file=io.StringIO(), highlight=False, markup=False)
@@ -373,7 +373,7 @@ def _make_live(draw: random.Random, _: Any) -> bytes:
 
 
 def _read_live(folder: Path, made: bytes) -> None:
-    live_path(folder).write_bytes(made)
+    snapshot_path(folder).write_bytes(made)
     _watched(folder, made)
 
 
@@ -557,7 +557,12 @@ class _Kept:
 
 
 _KEY = "known to the ranks of a job"
-_KINDS: tuple[tuple[Any, str], ...] = ((HostOffer, "host/0"), (WorldPlan, "plan"), (Fate, "fate/0"), (Ending, "ending"))
+_KINDS: tuple[tuple[Any, str], ...] = (
+    (HostOffer, "host/0"),
+    (WorldPlan, "plan"),
+    (LauncherResult, "fate/0"),
+    (JobResult, "ending"),
+)
 
 
 def _prepare_store(folder: Path) -> Any:
@@ -569,8 +574,8 @@ def _prepare_store(folder: Path) -> Any:
     }  # fmt: skip
     offer = HostOffer(2, False, 4, 0, {"folder": "runs/a"}, "ab", "cd")
     plan = WorldPlan(1, [2, 2], 4, 4, "ddp", "10.0.0.1", 29500, False, None, {"folder": "runs/a"}, ["ab", "cd"])
-    ending = Ending("failed", "why", ["ab"])
-    return [state, *map(asdict, (offer, plan, Fate("failed", "10.0.0.1", 5, "why"), ending))]
+    ending = JobResult("failed", "why", ["ab"])
+    return [state, *map(asdict, (offer, plan, LauncherResult("failed", "10.0.0.1", 5, "why"), ending))]
 
 
 def _make_store(draw: random.Random, sound: Any) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from rung.connection_filter import ConnectionFilter
+from rung.distributed.connection_filter import ConnectionFilter
+from rung.distributed.job_key import new_key
+from rung.distributed.signed_store import LOOPBACK, ForgedMessage, SignedStore, serve_store
 from rung.errors import EnvironmentProblem
-from rung.job_key import new_key
-from rung.signed_store import LOOPBACK, ForgedMessage, SignedStore, serve_store
 from tests.harness import on_ranks
+from tests.launcher import WarmLauncher, assert_soon
+from tests.security.test_stores import SLOW_TASK
 from tests.sockets import family_of, listeners
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
@@ -60,36 +64,21 @@ def _attack(pids: set[int], secret: Path) -> str:
     return told
 
 
-_TASK = """
-import time, torch
-from torch import nn
-from torch.utils.data import TensorDataset
-defaults = {"batch_size": 4, "device": "cpu", "steps": 200}
-def model(): return nn.Linear(2, 2)
-def train_data(): return TensorDataset(torch.randn(400, 2), torch.randint(0, 2, (400,)))
-def loss(output, target):
-    time.sleep(0.2)
-    return nn.functional.cross_entropy(output, target)
-def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)
-"""
-
-
-def test_a_stranger_has_no_files_read_by_a_parameter_server(tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text(_TASK)
+def test_a_stranger_has_no_files_read_by_a_parameter_server(launcher: WarmLauncher, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(SLOW_TASK)
     secret = tmp_path / "secret"
     secret.write_text("secret")
-    words = ["train", "task.py", "--strategy", "ps", "--nproc", "2", "--out", "run"]
-    job = subprocess.Popen([sys.executable, "-m", "rung", *words], cwd=tmp_path, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        told = _attack(family_of(job.pid) - {job.pid}, secret)
-        assert "read:" not in told
-        assert job.poll() is None, "the job goes on"
-    finally:
-        job.kill()
-        job.wait()
+    told = []
+
+    def attack(folder: Path) -> None:
+        assert_soon((folder / "run" / "metrics.jsonl").exists, "training did not begin", seconds=60)
+        told.append(_attack(family_of(launcher.pid) - {launcher.pid}, secret))
+        os.kill(launcher.pid, signal.SIGINT)
+
+    words = ["train", "task.py", "--strategy", "ps", "--nproc", "2", "--steps", "400", "--out", "run"]
+    outcome = launcher.call(tmp_path, *words, during=attack)
+    assert "read:" not in told[0]
+    assert outcome.code == 130, f"the job did not go on until it was interrupted:\n{outcome.output}"
 
 
 def test_the_attack_works_on_an_agent_without_a_filter(tmp_path: Path) -> None:
@@ -122,9 +111,9 @@ os._exit(0)
 
 
 def _call_each_other() -> list[int]:
-    from rung.environment import environment_size
-    from rung.strategy import parse
-    from rung.world import open_world
+    from rung.distributed.world import open_world
+    from rung.spec.strategy import parse
+    from rung.system.launcher_env import environment_size
 
     with open_world(parse("ps", environment_size()), device="cpu", timeout_seconds=30) as world:
         return [world.calls.call(rank, os.getpid) for rank in range(3) for _ in range(2)]
@@ -132,6 +121,25 @@ def _call_each_other() -> list[int]:
 
 def test_ranks_call_each_other_and_themselves() -> None:
     found = on_ranks(_call_each_other, 3)
+    assert found[0] == found[1] == found[2] and len(set(found[0])) == 3
+
+
+def _call_each_other_late() -> list[int]:
+    from rung.distributed import rpc
+
+    start, rank = rpc.Calls.start, int(os.environ["RANK"])
+
+    def start_late(calls: rpc.Calls, *args: Any) -> Any:
+        rpc.Calls.start = start  # type: ignore[method-assign]
+        time.sleep(2 if rank == 2 else 0)  # by then the others have connected and wait for this one
+        return start(calls, *args)
+
+    rpc.Calls.start = start_late  # type: ignore[method-assign]
+    return _call_each_other()
+
+
+def test_a_rank_that_connects_after_all_others_is_admitted() -> None:
+    found = on_ranks(_call_each_other_late, 3)
     assert found[0] == found[1] == found[2] and len(set(found[0])) == 3
 
 
@@ -151,17 +159,18 @@ def listener() -> Any:
 
 
 _STRANGER = """
-import socket, sys
-peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5)
+import socket, struct, sys
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5, ("127.0.0.1", int(sys.argv[2])))
 peer.sendall(b"word")
 print(peer.getsockname()[1], flush=True)
 sys.stdin.read()
+peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its port is free at once
 """
 
 
-def _come(port: int) -> tuple[subprocess.Popen[str], int]:
+def _come(port: int, origin: int = 0) -> tuple[subprocess.Popen[str], int]:
     """Another process that connects and says something, and the port from which it does."""
-    command = [sys.executable, "-c", _STRANGER, str(port)]
+    command = [sys.executable, "-c", _STRANGER, str(port), str(origin)]
     found = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert found.stdout is not None
     return found, int(found.stdout.readline())
@@ -181,7 +190,7 @@ def test_only_what_a_rank_has_announced_is_heard(store: SignedStore, listener: s
         accepted.settimeout(1)
         with pytest.raises(TimeoutError):
             accepted.recv(4)
-        assert f"{LOOPBACK}:{origin} that no rank says it has opened" in str(filtered.failure())
+        assert f"{LOOPBACK}:{origin} that no rank has announced" in str(filtered.failure())
         store.set("test/opened/1", f'[[["{LOOPBACK}", {origin}], ["{LOOPBACK}", {port}]]]')
         accepted.settimeout(5)
         assert accepted.recv(4) == b"word"
@@ -195,6 +204,52 @@ def test_only_what_a_rank_has_announced_is_heard(store: SignedStore, listener: s
         filtered.end()
         peer.kill()
         peer.wait()
+
+
+def test_an_announcement_lets_one_connection_in(store: SignedStore, listener: socket.socket) -> None:
+    """A rank that has ended leaves its port to others, who were not announced."""
+    port = listener.getsockname()[1]
+    filtered = ConnectionFilter(0, 2, store, "test")
+    filtered.guard("addrs/rank-0", _address(listener))
+    peer, origin = _come(port)
+    store.set("test/opened/1", f'[[["{LOOPBACK}", {origin}], ["{LOOPBACK}", {port}]]]')
+    try:
+        with listener.accept()[0] as accepted:
+            accepted.settimeout(5)
+            assert accepted.recv(4) == b"word"
+            peer.communicate()
+        peer, _ = _come(port, origin)
+        with listener.accept()[0] as accepted:
+            accepted.settimeout(1)
+            with pytest.raises(TimeoutError):
+                accepted.recv(4)
+    finally:
+        filtered.end()
+        peer.kill()
+        peer.wait()
+
+
+def test_a_rank_without_filters_keeps_no_other_waiting(store: SignedStore, listener: socket.socket) -> None:
+    filtered = ConnectionFilter(0, 2, store, "test")
+    filtered.problem = "this system takes no socket filter"
+    filtered.guard("addrs/rank-0", _address(listener))
+    try:
+        with socket.create_server((LOOPBACK, 0)) as other, socket.create_connection(other.getsockname()) as opened:
+            own = list(opened.getsockname())
+            deadline = time.monotonic() + 10
+            while not store.check(["test/opened/0"]) or own not in [pair[0] for pair in json.loads(_opened(store))]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        store.set("test/connected/1", "yes")
+        filtered.seal(5)
+        assert store.check(["test/connected/0"]) and filtered.failure() is None
+        socket.create_connection((LOOPBACK, listener.getsockname()[1]), 1).close()
+    finally:
+        filtered.end()
+
+
+def _opened(store: SignedStore) -> bytes:
+    return store.get("test/opened/0")
 
 
 def test_an_announcement_of_a_stranger_is_refused(store: SignedStore, listener: socket.socket) -> None:
@@ -222,7 +277,7 @@ def test_who_came_before_the_filter_ends_the_job(store: SignedStore, listener: s
     peer, _ = _come(listener.getsockname()[1])
     try:
         kept = listener.accept() if accepted else None
-        with pytest.raises(EnvironmentProblem, match="before any of them knew the address"):
+        with pytest.raises(EnvironmentProblem, match="before the address was published"):
             filtered.guard("addrs/rank-0", _address(listener))
         del kept
     finally:

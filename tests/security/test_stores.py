@@ -26,15 +26,17 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from rung import store as ranks_store
-from rung.config import RunConfig
+from rung.distributed import store as ranks_store
+from rung.distributed.job_key import derive_key, new_key, shared_key
+from rung.distributed.signed_store import LOOPBACK, ForgedMessage, SignedStore, join_store, serve_store
 from rung.errors import ConfigError, EnvironmentProblem
-from rung.job_key import derive_key, new_key, shared_key
-from rung.launch.meeting import Meeting, meet_here, open_meeting
-from rung.launch.rendezvous_state import JsonRendezvousBackend, StateCodec
-from rung.launch.rounds import Fate, Round
-from rung.signed_store import LOOPBACK, ForgedMessage, SignedStore, join_store, serve_store
+from rung.launch.rendezvous.elastic import Unconfirmed
+from rung.launch.rendezvous.rendezvous import Rendezvous, local_rendezvous, open_rendezvous
+from rung.launch.rendezvous.round import LauncherResult, Round
+from rung.launch.rendezvous.state import JsonRendezvousBackend, StateCodec
+from rung.spec.config import RunConfig
 from tests.harness import on_ranks
+from tests.launcher import WarmLauncher, assert_soon
 from tests.sockets import family_of, listeners
 
 _MARK = "a-stranger-was-here"
@@ -185,25 +187,25 @@ def test_where_no_key_can_be_made_the_way_out_is_told(monkeypatch: pytest.Monkey
 
 def test_no_pickle_of_a_stranger_is_read_where_launchers_meet(tmp_path: Path) -> None:
     """torch's own backend unpickles what lies under its key; whoever reaches the port has then run code."""
-    meeting = meet_here()
-    stranger = join_store(LOOPBACK, meeting._base.port)
+    rendezvous = local_rendezvous()
+    stranger = join_store(LOOPBACK, rendezvous.job.base.port)
     bomb = pickle.dumps(_Bomb(tmp_path / _MARK))
     for name in ("torch.rendezvous.rung-0", "rendezvous/rung-0"):
         stranger.set(name, base64.b64encode(bomb))
     with pytest.raises(ForgedMessage):
-        meeting.handler._state_holder.sync()
+        rendezvous.job.handler._handler._state_holder.sync()
     stranger.set("rendezvous/rung-0", bomb)
     with pytest.raises(ForgedMessage):
-        meeting.handler._state_holder.sync()
+        rendezvous.job.handler._handler._state_holder.sync()
     assert not (tmp_path / _MARK).exists()
 
 
 def test_a_launcher_with_another_key_is_told_so() -> None:
     served = serve_store(LOOPBACK)
     endpoint = f"{LOOPBACK}:{served.port}"
-    first = open_meeting(endpoint, "the first key of all", (1, 2), print)
+    first = open_rendezvous(endpoint, "the first key of all", (1, 2), print)
     with pytest.raises(ForgedMessage, match="Give all of them the same --rdzv-key FILE"):
-        open_meeting(endpoint, "quite another key", (1, 2), print)
+        open_rendezvous(endpoint, "quite another key", (1, 2), print)
     first.leave()
 
 
@@ -216,15 +218,15 @@ class _Launchers:
     def __init__(self) -> None:
         self.served = serve_store(LOOPBACK)
         self.stranger = join_store(LOOPBACK, self.served.port)
-        self.all: list[Meeting] = []
+        self.all: list[Rendezvous] = []
 
-    def join(self, nodes: tuple[int, int]) -> Meeting:
-        self.all.append(open_meeting(f"{LOOPBACK}:{self.served.port}", _SHARED, nodes, print))
+    def join(self, nodes: tuple[int, int]) -> Rendezvous:
+        self.all.append(open_rendezvous(f"{LOOPBACK}:{self.served.port}", _SHARED, nodes, print))
         return self.all[-1]
 
     def leave(self) -> None:
-        for meeting in self.all:
-            meeting.leave()
+        for rendezvous in self.all:
+            rendezvous.leave()
 
     def record(self, *names: str) -> dict[str, bytes]:
         return {name: self.stranger.get(name) for name in names}
@@ -246,14 +248,14 @@ def jobs() -> Iterator[list[_Launchers]]:
         job.leave()
 
 
-def _form(*meetings: Meeting) -> list[Round]:
+def _form(*meetings: Rendezvous) -> list[Round]:
     """A world of these launchers, the rounds in the order of `meetings`."""
     with ThreadPoolExecutor(len(meetings)) as pool:
-        return list(pool.map(lambda meeting: meeting.form(1, "ddp", RunConfig(), resume=False), meetings))
+        return list(pool.map(lambda rendezvous: rendezvous.form(1, "ddp", RunConfig(), resume=False), meetings))
 
 
 def test_launchers_agree_and_each_world_has_a_key_of_its_own(jobs: list[_Launchers]) -> None:
-    first, second = (jobs[0].join((1, 2)) for _ in range(2))
+    first, second = (jobs[0].join((2, 2)) for _ in range(2))
     assert [first.agree("folder", "runs/a"), second.agree("folder", "runs/b")] == ["runs/a", "runs/a"]
     keys = []
     for attempt in (1, 2):
@@ -262,10 +264,10 @@ def test_launchers_agree_and_each_world_has_a_key_of_its_own(jobs: list[_Launche
         assert first.key_of(rounds[0]) == second.key_of(rounds[1])
         keys.append(first.key_of(rounds[0]))
     first.leave()
-    third = jobs[0].join((1, 2))
+    third = jobs[0].join((2, 2))
     assert third.agree("folder", "runs/c") == "runs/a"
     assert {round_.attempt for round_ in _form(second, third)} == {3}, "who was in a world confirms what it knows"
-    other = jobs[1].join((1, 2))
+    other = jobs[1].join((1, 1))
     keys.append(other.key_of(*_form(other)))
     assert len(set(keys)) == 3
 
@@ -275,7 +277,7 @@ def test_a_plan_of_another_job_is_refused(jobs: list[_Launchers], monkeypatch: p
     _form(*(jobs[0].join((2, 2)) for _ in range(2)))
     later = jobs[1].join((2, 2))
     jobs[1].put_back(jobs[0].record(f"{_ROUND}/first", f"{_ROUND}/plan"))
-    monkeypatch.setattr(later, "_join", lambda: (1, 2))
+    monkeypatch.setattr(later.job.handler, "join", lambda *_: (1, 2))
     with pytest.raises(ForgedMessage, match=r"'round/0/plan' at 127.0.0.1:\d+ was not made for the world that is form"):
         _form(later)
 
@@ -286,7 +288,7 @@ def test_an_offer_of_a_launcher_that_is_not_there_is_refused(
     _form(*(jobs[0].join((2, 2)) for _ in range(2)))
     later = jobs[1].join((2, 2))
     jobs[1].put_back(jobs[0].record(f"{_ROUND}/host/1"))
-    monkeypatch.setattr(later, "_join", lambda: (0, 2))
+    monkeypatch.setattr(later.job.handler, "join", lambda *_: (0, 2))
     with pytest.raises(ForgedMessage, match=r"'round/0/host/1' at .* was not made for the world"):
         _form(later)
 
@@ -302,18 +304,48 @@ def test_a_directory_that_another_job_chose_is_not_used(jobs: list[_Launchers], 
         _form(later)
 
 
+def test_launchers_meet_anew_when_all_that_began_the_job_are_gone(jobs: list[_Launchers]) -> None:
+    """As where one leaves and waits for a place again, and then the machine of the other one is gone."""
+    gone = jobs[0].join((1, 2))
+    gone.agree("begins", "True")
+    _form(gone)
+    waiting = jobs[0].join((1, 2))
+    assert waiting.agree("begins", "False") == "True"
+    gone.leave()
+    with pytest.raises(Unconfirmed):
+        _form(waiting)
+    waiting.leave()
+    anew = jobs[0].join((1, 2))
+    assert anew.agree("begins", "False") == "False"
+    (round_,) = _form(anew)
+    assert round_.num_hosts == 1
+
+
+def test_a_launcher_goes_on_at_the_store_of_a_machine_that_was_started_again(jobs: list[_Launchers]) -> None:
+    """The machine that serves the store is lost with it. Started again, it finds the run in the shared directory."""
+    first, second = (jobs[0].join((2, 2)) for _ in range(2))
+    for one in (first, second):
+        assert one.agree("begins", "True") == "True" and one.agree("run", "a") == "a"
+    _form(first, second)
+    first.leave()
+    again = jobs[1].join((2, 2))
+    assert again.agree("begins", "False") == "False" and again.agree("run", "a") == "a"
+    second._use(join_store(LOOPBACK, jobs[1].served.port))
+    assert {round_.attempt for round_ in _form(again, second)} == {2}
+
+
 def test_the_fate_of_a_launcher_of_another_job_is_refused(jobs: list[_Launchers]) -> None:
     old, new = ([job.join((2, 2)) for _ in range(2)] for job in jobs)
     for pair in (old, new):
         _form(*pair)
-    for meeting in old:
-        meeting.tell(Fate("failed", "10.0.0.1", 1, "of another job"))
+    for rendezvous in old:
+        rendezvous.report(LauncherResult("failed", "10.0.0.1", 1, "of another job"))
     jobs[1].put_back(jobs[0].record(f"{_ROUND}/fate/0", f"{_ROUND}/fate/1"))
     for host in (0, 1):
         with pytest.raises(ForgedMessage):
             new[0]._round_store.get(f"fate/{host}")
     time.sleep(0.6)
-    assert not new[0].news().fates and not new[1].news().fates
+    assert not new[0].peers().results and not new[1].peers().results
 
 
 def test_the_end_of_another_job_is_not_that_of_this_one(jobs: list[_Launchers]) -> None:
@@ -322,9 +354,9 @@ def test_the_end_of_another_job_is_not_that_of_this_one(jobs: list[_Launchers]) 
     _form(done)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(_form, waiting)
-        while not done.handler._state_holder.state.redundancy_list:
+        while not done.job.handler.state.redundancy_list:
             time.sleep(0.05)
-            done.handler._state_holder.sync()
+            done.job.handler._handler._state_holder.sync()
         done.close("finished", "")
         with pytest.raises((RendezvousClosedError, RendezvousGracefulExitError)):
             waits.result(10)
@@ -378,7 +410,7 @@ def test_a_rank_takes_no_answer_that_rank_0_gave_in_another_job() -> None:
     stranger, recorded = (join_store(LOOPBACK, one.port) for one in (served[1], served[0]))
     asked = SignedStore(recorded, _SHARED).get("nonce/1").decode()
     stranger.set(f"answer/{asked}", recorded.get(f"answer/{asked}"))
-    with pytest.raises(EnvironmentProblem, match="rank 1 did not hear from rank 0"):
+    with pytest.raises(EnvironmentProblem, match="rank 1 got no answer from rank 0"):
         ranks_store._make_world_key(store, 1, 2)
     stranger.set("answer/new", recorded.get(f"answer/{asked}"))  # under the name that this rank waits for
     with pytest.raises(ForgedMessage):
@@ -411,6 +443,7 @@ def test_the_state_survives_the_way_through_json() -> None:
 def test_machines_whose_clocks_differ_do_not_take_each_other_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher is dead when its counter stands still, whatever its clock says."""
     kept = SignedStore(serve_store(LOOPBACK), new_key())
+    began, second = datetime.now(UTC), timedelta(seconds=1)
     slow, quick = (JsonRendezvousBackend(kept, "job", 1.0) for _ in range(2))
     ahead = _RendezvousState()
     node = _NodeDesc("ahead", 1, 0)
@@ -421,30 +454,30 @@ def test_machines_whose_clocks_differ_do_not_take_each_other_for_dead(monkeypatc
     got = slow.get_state()
     assert got is not None
     seen = pickle.loads(got[0])
-    assert abs((datetime.now(UTC) - seen.last_heartbeats[node]).total_seconds()) < 1
-    assert -1 < (seen.deadline - datetime.now(UTC)).total_seconds() < 1.1
+    assert began - second < seen.last_heartbeats[node] < datetime.now(UTC) + second
+    assert began < seen.deadline < datetime.now(UTC) + 1.1 * second
     # It says nothing more: its age grows on the reader's monotonic clock.
     started = time.monotonic()
-    monkeypatch.setattr("rung.launch.rendezvous_state.time.monotonic", lambda: started + 7)
+    monkeypatch.setattr("rung.launch.rendezvous.state.time.monotonic", lambda: started + 7)
     got = slow.get_state()
     assert got is not None
     seen = pickle.loads(got[0])
-    assert 6 < (datetime.now(UTC) - seen.last_heartbeats[node]).total_seconds() < 9
+    assert began - 8 * second < seen.last_heartbeats[node] < datetime.now(UTC) - 6 * second
 
 
 def test_a_launcher_that_joined_again_is_alive_to_one_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its counter begins anew, and may have come as far as the other has seen it before."""
     writer, reader = StateCodec(1.0), StateCodec(1.0)
-    node, state = _NodeDesc("a", 1, 0), _RendezvousState()
+    node, state, began = _NodeDesc("a", 1, 0), _RendezvousState(), datetime.now(UTC)
     state.last_heartbeats = {node: datetime.now(UTC)}
     reader.decode(writer.encode(state).encode())
     writer.decode(writer.encode(_RendezvousState()).encode())  # it left
     state.last_heartbeats = {node: datetime.now(UTC)}
     again = writer.encode(state)
     started = time.monotonic()
-    monkeypatch.setattr("rung.launch.rendezvous_state.time.monotonic", lambda: started + 7)
+    monkeypatch.setattr("rung.launch.rendezvous.state.time.monotonic", lambda: started + 7)
     seen = reader.decode(again.encode())
-    assert (datetime.now(UTC) - seen.last_heartbeats[node]).total_seconds() < 1
+    assert seen.last_heartbeats[node] > began - timedelta(seconds=1)
 
 
 def test_only_who_gives_a_sign_of_life_changes_a_counter() -> None:
@@ -464,7 +497,7 @@ def test_only_who_gives_a_sign_of_life_changes_a_counter() -> None:
     ["", "{", "[]", "null", "{}", '{"round": "1"}', '{"round": 1e400}', "[" * 5000, '{"round": true}'],
 )
 def test_a_state_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(RendezvousStateError, match="makes no sense"):
+    with pytest.raises(RendezvousStateError, match="is invalid"):
         StateCodec(1.0).decode(text.encode())
 
 
@@ -476,8 +509,8 @@ def _gathers_without_pickle() -> list[object]:
         raise AssertionError("an object of another rank was unpickled")
 
     dist.distributed_c10d._tensor_to_object = refuse  # type: ignore[attr-defined]
-    from rung.strategy import parse
-    from rung.world import open_world
+    from rung.distributed.world import open_world
+    from rung.spec.strategy import parse
 
     with open_world(parse("ddp", 2), device="cpu") as world:
         return world.gather_objects({"rank": world.rank, "text": "ä" * (1 + 500 * world.rank), "nothing": None})
@@ -503,7 +536,7 @@ def test_groups_of_torch_refuse_an_address_that_a_stranger_wrote(store: SignedSt
 
 
 def test_a_call_that_is_not_signed_is_not_unpickled(store: SignedStore, tmp_path: Path) -> None:
-    from rung.rpc import _SigningPickler
+    from rung.distributed.rpc import _SigningPickler
 
     pickler = _SigningPickler(store)
     content, tensors = pickler.serialize({"word": 1, "tensor": torch.ones(2)})
@@ -519,7 +552,7 @@ def test_a_call_that_is_not_signed_is_not_unpickled(store: SignedStore, tmp_path
 
 # -- the attack itself -------------------------------------------------------------------------------------------------
 
-_TASK = """
+SLOW_TASK = """
 import time, torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -552,22 +585,18 @@ for port in map(int, sys.argv[2:]):
 """
 
 
-def test_a_stranger_on_the_machine_runs_no_code_in_a_job(tmp_path: Path) -> None:
+def test_a_stranger_on_the_machine_runs_no_code_in_a_job(launcher: WarmLauncher, tmp_path: Path) -> None:
     """`rung train --strategy ddp --nproc 2`, and a process without torch that writes into every store it finds."""
-    (tmp_path / "task.py").write_text(_TASK)
-    rung = [sys.executable, "-m", "rung", "train", "task.py", "--strategy", "ddp", "--nproc", "2", "--out", "run"]
-    job = subprocess.Popen(rung, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        mark = tmp_path / _MARK
-        ports = {str(listener.port) for listener in listeners(family_of(job.pid))}
-        attack = [sys.executable, "-c", _ATTACK, str(mark), *ports]
-        told = subprocess.run(attack, capture_output=True, text=True, timeout=60, check=True).stdout
+    (tmp_path / "task.py").write_text(SLOW_TASK)
+    mark = tmp_path / _MARK
+
+    def attack(folder: Path) -> None:
+        assert_soon((folder / "run" / "metrics.jsonl").exists, "training did not begin", seconds=60)
+        ports = {str(listener.port) for listener in listeners(family_of(launcher.pid))}
+        command = [sys.executable, "-c", _ATTACK, str(mark), *ports]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
         assert "wrote to" in told
-        job.wait(90)
-    finally:
-        job.kill()
-        job.wait()
+
+    words = ["train", "task.py", "--strategy", "ddp", "--nproc", "2", "--out", "run"]
+    launcher.call(tmp_path, *words, during=attack, limit=90)
     assert not mark.exists(), "a stranger's code ran"

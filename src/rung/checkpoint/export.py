@@ -1,6 +1,6 @@
-"""Weights out of a run, for those who do not have Rung: one file, or several with an index as Hugging Face writes them.
+"""Export the weights of a run: one file, or several with an index in the format of Hugging Face.
 
-Read and written tensor by tensor, so that a model larger than memory can be exported on any machine.
+Tensors are read and written one at a time, so that a model larger than memory can be exported on any machine.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from rung.checkpoint.files import Entry, TensorFile, partial_file, wide_first, write_tensors
 from rung.checkpoint.manifest import MANIFEST, Checkpoint, steps_in, write_whole
 from rung.checkpoint.plan import OpenFiles, dtype_of, read_whole
-from rung.checkpoint.survey import Found, Place, best_whole, look, survey
-from rung.disk import free_bytes, is_full, room
+from rung.checkpoint.survey import CheckpointLocation, CheckpointStatus, best_whole, inspect_checkpoint, survey
 from rung.errors import CheckpointError, ConfigError
-from rung.untrusted import read_json
+from rung.system.disk import free_bytes, is_full, room
+from rung.system.untrusted import read_json
 
 PICKLED = (".pt", ".pth")
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -30,14 +30,14 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 @dataclass(frozen=True)
-class Source:
-    """The weights of a model somewhere on the disk."""
+class WeightSource:
+    """Weights on disk, read one tensor at a time."""
 
-    called: str  # for the console
+    label: str  # for the console
     step: int | None
     entries: list[Entry]  # every key of the module's state dict, in its order
     read: Callable[[str], Tensor]
-    same: dict[str, str] = field(default_factory=dict)  # keys of one tied tensor have the same value here
+    same: dict[str, str] = field(default_factory=dict)  # keys of tied tensors map to the same value
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -45,25 +45,25 @@ class Source:
         return sum(entry.num_bytes for entry in self.entries)
 
 
-def find_source(place: Place, step: int | None = None) -> Source:
-    """The newest whole checkpoint, or the weights of the run's end where these are newer; or what `step` asks for."""
-    if place.one is not None:
-        checkpoint = _whole(look(place.one, -1))
+def find_source(location: CheckpointLocation, step: int | None = None) -> WeightSource:
+    """The newest whole checkpoint, or the weights of the run's end if newer; with `step`, those of that step."""
+    if location.single is not None:
+        checkpoint = _whole(inspect_checkpoint(location.single, -1))
         if step is not None and checkpoint.step != step:
-            raise CheckpointError(f"{place.one} is of step {checkpoint.step}, not {step}.")
+            raise CheckpointError(f"{location.single} is of step {checkpoint.step}, not {step}.")
         return of_checkpoint(checkpoint)
     skipped: list[str] = []
     weights, ended = None, -1
-    if place.weights is not None:
+    if location.weights is not None:
         try:
-            weights = of_file(place.weights, skipped)
+            weights = of_file(location.weights, skipped)
             ended = weights.step if weights.step is not None else -1
         except CheckpointError as error:
             skipped.append(str(error))
-    folders = steps_in(place.folders["checkpoints"])
+    folders = steps_in(location.folders["checkpoints"])
     if step is not None:
         if step in folders:
-            return of_checkpoint(_whole(look(folders[step], step)))
+            return of_checkpoint(_whole(inspect_checkpoint(folders[step], step)))
         if weights is not None and ended == step:
             return weights
         finished = [number for number, path in folders.items() if (path / MANIFEST).exists()]
@@ -71,68 +71,68 @@ def find_source(place: Place, step: int | None = None) -> Source:
         raise CheckpointError(f"there is no checkpoint of step {step}." + (f" There are: {known}." if known else ""))
     for number, path in reversed(folders.items()):
         if ended > number:
-            break  # the run went on after its last checkpoint, and came to its end
-        found = look(path, number)
+            break  # the final weights are newer than every checkpoint left
+        found = inspect_checkpoint(path, number)
         if found.checkpoint is not None and found.problem is None:
             return of_checkpoint(found.checkpoint, skipped)
         skipped.append(str(found.problem))
     if weights is None:
-        raise CheckpointError(" ".join([f"there are no whole weights in {place.called}.", *skipped]))
+        raise CheckpointError(" ".join([f"there are no whole weights in {location.given}.", *skipped]))
     return weights
 
 
-def find_best_source(place: Place) -> Source:
+def find_best_source(location: CheckpointLocation) -> WeightSource:
     """The checkpoint of the best evaluation, by the setting `keep_best` of the run."""
-    found = survey(place)
+    found = survey(location)
     kept, best = best_whole(found)
     if best is None:
         raise CheckpointError(
-            f"no checkpoint in {place.called} says which evaluation was the best; --set keep_best=loss, or a metric as "
+            f"no checkpoint in {location.given} records a best evaluation; --set keep_best=loss, or a metric as "
             "top1:max, makes `rung train` keep it. Without --best the newest is exported."
         )
     if kept is None or kept.checkpoint is None:
-        raise CheckpointError(f"the best {best.metric} was that of step {best.step}, of which there is no checkpoint.")
+        raise CheckpointError(f"the best {best.metric} was at step {best.step}, which has no checkpoint.")
     notes = []
     if kept.step != best.step:
         notes.append(
-            f"the best {best.metric} was that of step {best.step}, of which there is no whole checkpoint; the best of "
-            f"those there are is that of step {kept.step}."
+            f"the best {best.metric} was at step {best.step}, which has no whole checkpoint; the best that has one is "
+            f"step {kept.step}."
         )
-    return of_checkpoint(_whole(look(kept.path, kept.step, thorough=False)), notes)
+    return of_checkpoint(_whole(inspect_checkpoint(kept.path, kept.step, thorough=False)), notes)
 
 
-def _whole(found: Found) -> Checkpoint:
+def _whole(found: CheckpointStatus) -> Checkpoint:
     if found.checkpoint is None or found.problem is not None:
         raise CheckpointError(str(found.problem))
     return found.checkpoint
 
 
-def of_checkpoint(checkpoint: Checkpoint, notes: list[str] | None = None) -> Source:
+def of_checkpoint(checkpoint: Checkpoint, notes: list[str] | None = None) -> WeightSource:
     manifest, files = checkpoint.manifest, OpenFiles(checkpoint)
     stored = {key: f"model/{name}" for key, name in manifest["state_dict"].items()}
     entries = [
         Entry(key, dtype_of(checkpoint, name), tuple(manifest["tensors"][name]["shape"]))
         for key, name in stored.items()
     ]
-    told = notes if notes is not None else []
+    notes = notes if notes is not None else []
     if manifest.get("finite") is False:
-        told.append(f"the loss or the gradient norm of step {checkpoint.step} was not finite.")
+        notes.append(f"the loss or the gradient norm of step {checkpoint.step} was not finite.")
     if manifest["computed"]:
-        told.append(
+        notes.append(
             f"{', '.join(manifest['computed'][:3])}: the module computes this for its state dict; it is not in a "
             "checkpoint and is left out."
         )
-    return Source(
+    return WeightSource(
         f"the checkpoint of step {checkpoint.step}",
         checkpoint.step,
         entries,
         lambda key: read_whole(checkpoint, stored[key], files),
         stored,
-        told,
+        notes,
     )
 
 
-def of_file(path: Path, notes: list[str] | None = None) -> Source:
+def of_file(path: Path, notes: list[str] | None = None) -> WeightSource:
     file = TensorFile(path)
 
     def read(key: str) -> Tensor:
@@ -140,22 +140,22 @@ def of_file(path: Path, notes: list[str] | None = None) -> Source:
             return value.clone()
 
     step = file.metadata.get("step", "")
-    return Source(
+    return WeightSource(
         f"the weights of the run's end, {path.name}",
         int(step) if re.fullmatch("[0-9]{1,15}", step) else None,
-        [Entry(key, *file.look(key)) for key in file.keys()],  # noqa: SIM118
+        [Entry(key, *file.dtype_and_shape(key)) for key in file.keys()],  # noqa: SIM118
         read,
         notes=notes if notes is not None else [],
     )
 
 
-def export(source: Source, output: Path, *, shard_bytes: int | None = None, force: bool = False) -> list[Path]:
-    """Write the weights. The files, an index last. Files that are there are replaced only with `force`."""
+def export(source: WeightSource, output: Path, *, shard_bytes: int | None = None, force: bool = False) -> list[Path]:
+    """Write the weights. Returns the files, an index last. Existing files are replaced only with `force`."""
     check_output(output, shard_bytes=shard_bytes, force=force)
     pickled = output.suffix in PICKLED
     raw = [entry.key for entry in source.entries if entry.dtype == torch.complex128]
     if raw and not pickled:
-        raise ConfigError(f"safetensors has no complex128, and {raw[0]} is. Use {output.with_suffix('.pt')}.")
+        raise ConfigError(f"safetensors has no complex128, the type of {raw[0]}. Use {output.with_suffix('.pt')}.")
     shards = [source.entries] if pickled else into_shards(source.entries, shard_bytes or DEFAULT_SHARD_BYTES)
     files = [output.with_name(name) for name in _names(output, len(shards))]
     _refuse_to_replace(files, force)
@@ -163,7 +163,7 @@ def export(source: Source, output: Path, *, shard_bytes: int | None = None, forc
     replaced = {output, *_files_of(index)}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:  # all of them get their names once all are written
+        with ExitStack() as stack:  # renamed only after all are written: no mix of old and new shards
             for path, shard in zip(files, shards, strict=True):
                 partial = stack.enter_context(partial_file(path))
                 if pickled:
@@ -180,15 +180,15 @@ def export(source: Source, output: Path, *, shard_bytes: int | None = None, forc
         for path in replaced.difference(files):
             path.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
-        told = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        why = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
         if is_full(error):
-            told = f"{told}; {room(source.num_bytes, free_bytes(output))}"
-        raise CheckpointError(f"{output} could not be written: {told}.") from error
+            why = f"{why}; {room(source.num_bytes, free_bytes(output))}"
+        raise CheckpointError(f"{output} could not be written: {why}.") from error
     return files
 
 
 def into_shards(entries: list[Entry], most: int) -> list[list[Entry]]:
-    """In the module's order, as many in each as fit; a tensor larger than that has one of its own."""
+    """Fill shards up to `most` bytes in the module's order; a larger tensor gets a shard of its own."""
     shards: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -201,7 +201,7 @@ def into_shards(entries: list[Entry], most: int) -> list[list[Entry]]:
 
 
 def parse_size(text: str) -> int:
-    """5GB, 500MB, 2GiB or a number of bytes."""
+    """Parse 5GB, 500MB, 2GiB or a number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     unit = match.group(2).upper() if match else None
     size = int(float(match.group(1)) * _UNITS[unit]) if match and unit in _UNITS else 0
@@ -211,7 +211,7 @@ def parse_size(text: str) -> int:
 
 
 def check_output(output: Path, *, shard_bytes: int | None, force: bool) -> None:
-    """Refuse what can be known to be wrong before a checkpoint is read."""
+    """Refuse an invalid output before a checkpoint is read."""
     if output.is_dir():
         raise ConfigError(f"--output {output} is a directory. Name a file in it: {output / 'model.safetensors'}.")
     if output.suffix not in (*PICKLED, ".safetensors"):
@@ -225,7 +225,7 @@ def check_output(output: Path, *, shard_bytes: int | None, force: bool) -> None:
 def _refuse_to_replace(files: list[Path], force: bool) -> None:
     there = next((path for path in files if path.exists()), None)
     if there is not None and not force:
-        raise ConfigError(f"{there} is there already. Use another name, or --force to replace it.")
+        raise ConfigError(f"{there} exists. Use another name, or --force to replace it.")
 
 
 def _index_of(output: Path) -> Path:
@@ -238,8 +238,8 @@ def _names(output: Path, count: int) -> list[str]:
     return [f"{output.stem}-{n:05d}-of-{count:05d}{output.suffix}" for n in range(1, count + 1)]
 
 
-def _once(source: Source, key: str, values: dict[str, Tensor]) -> Tensor:
-    """A tied tensor is read once; torch's format keeps it tied."""
+def _once(source: WeightSource, key: str, values: dict[str, Tensor]) -> Tensor:
+    """Read a tied tensor once, so that torch.save keeps it tied."""
     name = source.same.get(key, key)
     if name not in values:
         values[name] = source.read(key)
@@ -247,7 +247,7 @@ def _once(source: Source, key: str, values: dict[str, Tensor]) -> Tensor:
 
 
 def _files_of(index: Path) -> list[Path]:
-    """What an older export consists of, if there is one: replaced as a whole, or its shards would be left over."""
+    """The files of an earlier export. They are removed too, or shards that the new export lacks would be left over."""
     try:
         names = set(read_json(index, _MAX_INDEX)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -1,7 +1,7 @@
-"""Files of tensors: the safetensors format, written as a stream and read piece by piece.
+"""Files of tensors in the safetensors format, written as a stream and read one tensor at a time.
 
-Written here and not by the library, which takes a whole file's tensors at once and gives no digest: this way one tensor
-is in memory at a time, and every byte is hashed on its way out. Any safetensors reader opens the files.
+The safetensors library takes all tensors of a file at once and gives no digest; here one tensor is in memory at a time,
+and bytes are hashed as they are written. Any safetensors reader opens the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rung.checkpoint.manifest import are_sizes
 from rung.errors import CheckpointError
-from rung.untrusted import open_regular, parse_json
+from rung.system.untrusted import open_regular, parse_json
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -30,11 +30,11 @@ _NAMES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-# Types the format has no name for are written as rows of bytes; the manifest knows what they are.
+# Types that the format lacks are written as bytes; the manifest has their type.
 _OWN_NAMES = {torch.complex128: "C128"}
 DTYPES = {name: dtype for dtype, name in {**_NAMES, **_OWN_NAMES}.items()}
-_MAX_HEADER = 100 * 2**20
-_SYNC_BYTES = 2**30
+_MAX_HEADER = 100 * 2**20  # bytes
+_SYNC_BYTES = 2**30  # written between two syncs
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: its key in the file, and what it looks like."""
+    """A tensor to be written: its key in the file, dtype and shape."""
 
     key: str
     dtype: torch.dtype
@@ -72,28 +72,28 @@ def write_tensors(
     metadata: dict[str, str] | None = None,
     touch: Callable[[], None] = lambda: None,
 ) -> tuple[int, str]:
-    """Write host tensors in the order of `entries`, each asked for when its turn comes. The size and the digest.
+    """Write host tensors in the order of `entries`; `values` is consumed one at a time. Returns size and digest.
 
-    `touch` is called whenever the disk has taken some more.
+    `touch` is called after each block that was written.
     """
     text, num_bytes = header_of(entries, metadata)
     digest = hashlib.sha256()
-    waiting = 0  # bytes that the system has and the disk may not
+    unsynced = 0  # bytes in the page cache, perhaps not on disk
     with path.open("wb", buffering=0) as file:
 
         def put(content: memoryview | bytes) -> None:
-            nonlocal waiting
+            nonlocal unsynced
             view = memoryview(content)
             while len(view):
-                written = file.write(view[: 2**26]) or 0
+                written = file.write(view[: 2**26]) or 0  # 64 MiB between two calls of `touch`
                 digest.update(view[:written])
                 view = view[written:]
-                waiting += written
-                if waiting >= _SYNC_BYTES:
-                    # Memory takes a file of any size at once, and the disk all of it in one sync at the end, during
-                    # which nobody could tell a slow disk from one that does not answer.
+                unsynced += written
+                if unsynced >= _SYNC_BYTES:
+                    # The page cache would take the whole file at once and leave all disk writes to the last sync, in
+                    # which a slow disk looks like a hang.
                     os.fsync(file.fileno())
-                    waiting = 0
+                    unsynced = 0
                 touch()
 
         put(text)
@@ -106,7 +106,7 @@ def write_tensors(
 
 
 def header_of(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, int]:
-    """What stands before the data, and how many bytes of data there are."""
+    """The header of a file, and the number of bytes of data after it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     start = 0
     for entry in entries:
@@ -118,15 +118,15 @@ def header_of(entries: Sequence[Entry], metadata: dict[str, str] | None = None) 
 
 
 def wide_first(entries: Sequence[Entry]) -> list[Entry]:
-    """In an order in which every tensor begins at a multiple of its type's size; else as they were."""
+    """Sort by item size, so that every tensor starts at a multiple of its own. Stable otherwise."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Another name to write to: `path` gets what is there in the end, and nothing if that fails."""
+    """A temporary name to write to. It is renamed to `path` at the end, or removed after an error."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # one that was left behind may be a link
+    partial.unlink(missing_ok=True)  # a leftover may be a link, which must not be followed
     try:
         yield partial
         os.replace(partial, path)
@@ -135,12 +135,12 @@ def partial_file(path: Path) -> Iterator[Path]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A host tensor's own bytes, flat."""
+    """The bytes of a host tensor, flat."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class TensorFile:
-    """A file of tensors, open for reading. What its header says is held against the file before it is believed."""
+    """A file of tensors, for reading. The header is untrusted: it is checked against the size of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -162,15 +162,15 @@ class TensorFile:
     def keys(self) -> list[str]:
         return list(self._places)
 
-    def look(self, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
         dtype, shape, _ = self._place(key)
         return dtype, shape
 
     @contextmanager
     def open(self, key: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """A tensor of the file while it is mapped into memory: only the parts that are read take any.
+        """Map a tensor into memory, so that only the pages that are read are loaded.
 
-        `dtype` is what raw bytes stand for, where the format has no name for it.
+        `dtype` is the type of a tensor stored as raw bytes because the format lacks it.
         """
         stored, shape, start = self._place(key)
         num_bytes = math.prod(shape) * stored.itemsize
@@ -186,16 +186,16 @@ class TensorFile:
         page = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             with open_regular(self.path) as file:
-                # A private mapping, so that torch may have it; nothing is written.
+                # Copy-on-write, because torch needs a writable buffer; nothing is written.
                 memory = mmap.mmap(file.fileno(), begin - page + num_bytes, access=mmap.ACCESS_COPY, offset=page)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
         except ValueError:  # it is shorter than when its header was read
             raise CheckpointError(f"{self.path} is damaged: it was cut short.") from None
-        # The mapping goes when the last tensor over it does.
+        # The mapping lives as long as a tensor uses it.
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=begin - page)
         if flat.data_ptr() % wanted.itemsize:
-            flat = flat.clone()  # a file of another writer need not be aligned
+            flat = flat.clone()  # other writers need not align tensors
         yield flat.view(wanted).view(shape)
 
     def _place(self, key: str) -> tuple[torch.dtype, tuple[int, ...], int]:
@@ -205,14 +205,14 @@ class TensorFile:
             raise CheckpointError(f"{self.path} is damaged: it has no tensor {key!r}.") from None
 
 
-def _metadata(told: Any) -> dict[str, str]:
-    if not isinstance(told, dict) or not all(isinstance(value, str) for value in told.values()):
+def _metadata(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError
-    return told
+    return found
 
 
 def _checked(header: dict[str, Any], num_bytes: int) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
-    """Where each tensor lies. They must fill the data one after the other: no gap, no overlap, nothing beyond."""
+    """The dtype, shape and start of each tensor. They must fill the data exactly, without gaps or overlaps."""
     places: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {}
     reached = 0
     for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):

@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: a JSON file that is written last, with a digest of every other file and of itself.
+"""The manifest of a checkpoint: a JSON file, written last, with a digest of every other file and of itself.
 
-A checkpoint exists when its manifest does. Reading one runs no code: JSON and raw bytes, every name and size checked
-before it is used. Nothing here needs torch.
+A checkpoint exists once its manifest does. Reading one executes no code: it is JSON and raw bytes, and every name and
+size is checked before it is used. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rung.errors import CheckpointError
-from rung.untrusted import open_regular, parse_json, read_regular
+from rung.system.untrusted import open_regular, parse_json, read_regular
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _FOLDER = re.compile(r"step-([0-9]{8,15})")
 _FILE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
-_BLOCK = 4 * 2**20
-_MAX_MANIFEST = 2**30
-_MAX_CUTS = 6  # dimensions along which one tensor is cut; a mesh of all strategies together cuts two
+_BLOCK = 4 * 2**20  # bytes hashed at a time
+_MAX_MANIFEST = 2**28  # bytes
+_MAX_CUTS = 6  # dimensions along which one tensor is cut; all strategies together cut two
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest was read and found whole. Its files may still be damaged: see `find_damage`."""
+    """A checkpoint whose manifest is valid. Its files may still be damaged: see `find_damage`."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -63,16 +63,16 @@ def steps_in(checkpoints: Path) -> dict[int, Path]:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """In one go: a reader finds all of it or nothing."""
+    """Write the manifest atomically, with the format and its own digest."""
     body = {"format": FORMAT, **content}
     text = json.dumps({**body, "digest": _digest_of(body)}, indent=1)
     write_whole(folder / MANIFEST, text.encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """A file that is there completely or not at all, also after a power cut."""
+    """Write a file atomically: complete or absent, even after a power failure."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # one that was left behind may be a link
+    partial.unlink(missing_ok=True)  # a leftover may be a link, which must not be followed
     with partial.open("xb") as file:
         file.write(content)
         file.flush()
@@ -90,7 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder. Raises CheckpointError that names the file and what is wrong with it."""
+    """Read the checkpoint in a folder. Raises CheckpointError with the file and its damage."""
     path = folder / MANIFEST
     try:
         content = parse_json(read_regular(path, _MAX_MANIFEST))
@@ -112,63 +112,63 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     check_content(content, path)
     named = _FOLDER.fullmatch(folder.name)
     if named and int(named.group(1)) != content["step"]:
-        raise CheckpointError(f"{path} is of step {content['step']}, not of the step that its folder is called after.")
+        raise CheckpointError(f"{path} is of step {content['step']}, not of the step in its folder's name.")
     return Checkpoint(folder, content)
 
 
 def check_content(content: Mapping[str, Any], path: Path) -> None:
-    """Refuse what no save writes, before a name or a size of it is used. A digest tells of accidents, not of intent."""
+    """Refuse content that no save writes, before its names and sizes are used. A digest does not detect forgery."""
     try:
         strange = next((name for name in content["files"] if not _FILE.fullmatch(name)), None)
         if strange is not None:
-            raise CheckpointError(f"{path} names a file that cannot be its own: {strange!r}.")
-        problem = _find_nonsense(content)
+            raise CheckpointError(f"{path} names a file that is not part of a checkpoint: {strange!r}.")
+        problem = _find_invalid(content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint: {problem}.")
 
 
-def _find_nonsense(content: Mapping[str, Any]) -> str | None:
+def _find_invalid(content: Mapping[str, Any]) -> str | None:
     if not are_sizes([content[key] for key in ("step", "epoch", "samples", "sample", "ranks")]):
-        return "its position makes no sense"
+        return "its position is invalid"
     if not all(isinstance(content[key], str) for key in ("strategy", "device")):
-        return "its strategy makes no sense"
+        return "its strategy is invalid"
     if not isinstance(content["topology"], dict) or not isinstance(content["evaluation_due"], bool):
-        return "its topology makes no sense"
+        return "its topology is invalid"
     if not _is_evaluation(content):
-        return "its evaluation makes no sense"
+        return "its evaluation is invalid"
     if not isinstance(content.get("finite"), bool | None):
-        return "what it says of its step makes no sense"
+        return "its key 'finite' is invalid"
     if not _is_optimizer(content["optimizer"]) or not {"schedule", "scaler"} <= content.keys():
-        return "its optimizer makes no sense"
+        return "its optimizer is invalid"
     for name, file in content["files"].items():
         if not are_sizes([file["bytes"]]) or not re.fullmatch("[0-9a-f]{64}", file["sha256"]):
-            return f"what it says of {name} makes no sense"
-    # What a load makes room for is bounded by the files: each part of them stands for one chunk, of a byte or more for
-    # each element.
+            return f"its entry for {name} is invalid"
+    # Bound the memory that a load allocates by the size of the files: each chunk is a different part of a file, and
+    # each element takes at least one byte.
     left, taken = {name: file["bytes"] for name, file in content["files"].items()}, set()
     for name, tensor in content["tensors"].items():
         if not isinstance(tensor["dtype"], str):
-            return f"what it says of {name} makes no sense"
+            return f"its entry for {name} is invalid"
         if (problem := find_untiled(tensor)) is not None:
             return f"the chunks of {name} {problem}"
         for chunk in tensor["chunks"]:
             file, key = chunk["file"], chunk["key"]
             if file not in left or not isinstance(key, str):
-                return f"{name} lies in a file that is not its own"
+                return f"{name} is in a file that the checkpoint does not have"
             if (file, key) in taken:
-                return f"{key} in {file} is part of two tensors, or twice of one"
+                return f"{key} in {file} belongs to two chunks"
             taken.add((file, key))
             left[file] -= math.prod(chunk["shape"])
             if left[file] < 0:
                 return f"{name} is larger than its file"
     for name, stored in content["state_dict"].items():
         if f"model/{stored}" not in content["tensors"]:
-            return f"{name} is not in it"
+            return f"{name} has no tensor"
     computed = content["computed"]
     are_names = isinstance(computed, list) and all(isinstance(name, str) for name in computed)
-    return None if are_names else "its names make no sense"
+    return None if are_names else "its computed names are invalid"
 
 
 def _is_optimizer(optimizer: Mapping[str, Any]) -> bool:
@@ -181,7 +181,7 @@ def _is_optimizer(optimizer: Mapping[str, Any]) -> bool:
 
 
 def _is_evaluation(content: Mapping[str, Any]) -> bool:
-    """Whether what is told of the step's evaluation and of the best one, if anything is, can be that."""
+    """Whether the figures of the step's evaluation and the best evaluation are valid, or absent."""
     figures, best = content.get("evaluation"), content.get("best")
     if figures is not None and not all(isinstance(value, int | float | str) for value in figures.values()):
         return False
@@ -192,24 +192,24 @@ def _is_evaluation(content: Mapping[str, Any]) -> bool:
 
 
 def are_sizes(values: Any) -> bool:
-    """Whether a value out of a file can be taken for the shape of a tensor, or for counts of anything."""
+    """Whether an untrusted value is a list of sizes: the shape of a tensor, or counts."""
     return isinstance(values, list) and len(values) <= 64 and all(type(n) is int and 0 <= n < 2**48 for n in values)
 
 
 def find_untiled(tensor: Mapping[str, Any]) -> str | None:
-    """What is wrong with the chunks of a tensor, unless they tile it: inside it, without a gap and without an overlap.
+    """The problem with the chunks of a tensor; None if they tile it, without a gap and without an overlap.
 
-    The sum of the chunks' indicator functions is that of the whole exactly if their mixed differences are, and these
-    are a sign at each corner: time and memory grow with the number of chunks, however they lie.
+    The chunks' indicator functions sum to that of the whole exactly if their mixed differences do, and these are a sign
+    at each corner of a chunk. So time and memory are linear in the number of chunks, however they lie.
     """
     shape, chunks = tensor["shape"], tensor["chunks"]
     if not are_sizes(shape) or not isinstance(chunks, list):
-        return "make no sense"
+        return "are invalid"
     boxes = []
     for chunk in chunks:
         offsets, lengths = chunk["offsets"], chunk["shape"]
         if not (are_sizes(offsets) and are_sizes(lengths) and len(offsets) == len(lengths) == len(shape)):
-            return "make no sense"
+            return "are invalid"
         if any(offset + length > size for offset, length, size in zip(offsets, lengths, shape, strict=True)):
             return "lie outside of it"
         if math.prod(lengths):
@@ -229,9 +229,9 @@ def find_untiled(tensor: Mapping[str, Any]) -> str | None:
 
 
 def find_damage(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, thorough: bool = True) -> str | None:
-    """What is wrong with the files of a checkpoint (all, or those named): the first damaged one, or nothing.
+    """The first problem with the files of a checkpoint (all, or `names`), or None.
 
-    `thorough` reads every byte; else only the sizes are looked at.
+    `thorough` reads every byte; else only the sizes are checked.
     """
     for name in checkpoint.files if names is None else names:
         path, known = checkpoint.path / name, checkpoint.files[name]
@@ -257,9 +257,11 @@ def digest_of_file(path: Path) -> str:
 
 
 def prune(checkpoints: Path, keep: int, keep_every: int | None, *, newest: int, best: int | None = None) -> list[int]:
-    """After `newest` was written, remove what is not to be kept: of the whole ones up to it all but `keep`, those whose
-    step `keep_every` divides, that of the `best` evaluation, and the newest of a finite state. Later ones are of
-    another time, damaged or not, and count for nothing. What saves that were cut short have left goes, too."""
+    """Remove old checkpoints after `newest` was written, and the remains of interrupted saves. Returns removed steps.
+
+    Kept are the last `keep`, steps that `keep_every` divides, the `best` evaluation, and the newest finite state.
+    Checkpoints after `newest` are neither counted nor removed: the run resumed before them, as they may be damaged.
+    """
     found = {step: path for step, path in steps_in(checkpoints).items() if step <= newest}
     whole = [step for step, path in found.items() if (path / MANIFEST).exists()]
     kept = {newest, best, *whole[-keep:], *(step for step in whole if keep_every and step % keep_every == 0)}
@@ -279,20 +281,20 @@ def newest_good(checkpoints: Path) -> Path | None:
 
 
 def _may_be_good(folder: Path) -> bool:
-    """Whether a manifest can be read and does not say that loss or gradient norm of its step were non-finite."""
+    """Whether a manifest is readable and does not mark its step as non-finite."""
     try:
-        return json.loads((folder / MANIFEST).read_bytes()).get("finite") is not False
+        return parse_json(read_regular(folder / MANIFEST, _MAX_MANIFEST)).get("finite") is not False
     except (OSError, ValueError, AttributeError):
         return False
 
 
 def partial_of(checkpoints: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is one."""
+    """The folder in which a checkpoint is written before it gets its name."""
     return checkpoints / f".step-{step:08d}.partial"
 
 
 def put_in_place(partial: Path, folder: Path) -> None:
-    """A written checkpoint under its name; one of the same step gives way in the same moment."""
+    """Rename a written checkpoint to its final name, replacing one of the same step."""
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists() or folder.is_symlink():
         remove(old)
@@ -303,8 +305,7 @@ def put_in_place(partial: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """The manifest goes first: a checkpoint that is being removed is none. Of a link to a directory only the link goes:
-    what it leads to is not this run's."""
+    """Remove a checkpoint, its manifest first: a half-removed one must not count. A link is removed, not its target."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -312,10 +313,8 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest(
-    checkpoints: Path, *, check: Callable[[Checkpoint], str | None] = find_damage
-) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint without damage, and what was wrong with newer ones."""
+def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint without damage, and the problems of newer ones."""
     problems: list[str] = []
     for path in reversed(steps_in(checkpoints).values()):
         try:
@@ -323,7 +322,7 @@ def newest(
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        damage = check(checkpoint)
+        damage = find_damage(checkpoint)
         if damage is None:
             return checkpoint, problems
         problems.append(damage)

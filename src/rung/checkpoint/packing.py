@@ -1,4 +1,4 @@
-"""Plain values to JSON and back: numbers, strings, lists, tuples, dicts and small tensors. No objects, so no code."""
+"""Plain values as JSON: numbers, strings, lists, tuples, dicts, small tensors. No objects: loading runs no code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rung.checkpoint.files import DTYPES, dtype_name
 from rung.errors import CheckpointError
 
 
-class Unpackable(CheckpointError):
+class NeedsPickleError(CheckpointError):
     """A value that only pickle could save."""
 
 
 def pack(value: Any, where: str) -> Any:
-    """A value as JSON holds it. Floats come back exactly."""
+    """Convert a value to JSON types. Floats round-trip exactly."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -30,11 +30,11 @@ def pack(value: Any, where: str) -> Any:
         return {"tensor": shown.tolist(), "dtype": dtype_name(value.dtype)}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return pack(value.tolist(), where)
-    raise Unpackable(f"{where} is a {type(value).__name__}, which only pickle could save, and a checkpoint holds none.")
+    raise NeedsPickleError(f"{where} is a {type(value).__name__}, which only pickle could save; checkpoints have none.")
 
 
 def unpack(value: Any) -> Any:
-    """A value that `pack` made. What it could not have made is refused."""
+    """The inverse of `pack`. Refuses values that `pack` does not make."""
     try:
         return _unpack(value)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):

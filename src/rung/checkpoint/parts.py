@@ -1,7 +1,7 @@
-"""States that ranks write each for themselves: every step into memory, or when a run comes to grief.
+"""States that each rank writes on its own: copies in memory after every step, and emergency saves on failure.
 
-No rank waits for another here, so there is nobody to write a manifest. Each rank leaves a note beside its file, and
-whoever starts the next attempt finds out whether the notes of a step make up a whole.
+No rank waits for another here, so no manifest can be written. Each rank writes a note beside its file; the next attempt
+to start composes the notes of a step into a manifest, if they are complete.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ import torch
 from torch import Tensor
 
 from rung.checkpoint.manifest import are_sizes, folder_of, steps_in, write_whole
-from rung.checkpoint.own import common_tensors, has_own_state
 from rung.checkpoint.plan import SharePlan, holes, join
+from rung.checkpoint.rank_local_state import common_tensors, has_rank_local_state
 from rung.checkpoint.share import Position, Share, Stager, make_share, merge
-from rung.checkpoint.sites import Sites, host_group, mirror
+from rung.checkpoint.sites import StorageTopology, host_group, mirror
+from rung.data.rng import GeneratorMarks
+from rung.distributed.torch_private import buffers_of, foreach_copy_, version
 from rung.errors import CheckpointError
-from rung.generators import Marks
 from rung.parallel.materialize import is_absent
-from rung.runtime.mesh import MeshRuntime
-from rung.untrusted import read_json
+from rung.runtime.base import Runtime
+from rung.system.untrusted import read_json
 
 log = logging.getLogger("rung")
 
-_MAX_NOTE = 2**28
-_MOST_RANKS = 2**20
-_SMALL = 2**16  # elements of a buffer that may be running statistics; larger ones are tables, which nobody changes
+_MAX_NOTE = 2**28  # bytes
+_MAX_RANKS = 2**20
+_SMALL = 2**16  # elements: smaller buffers may be running statistics, larger ones are constant tables
 
 
-def write_note(folder: Path, share: Share, told: Mapping[str, Any], *, needs_all: bool) -> str:
-    """After a rank's file: what it holds. The note makes the file count."""
+def write_note(folder: Path, share: Share, content: Mapping[str, Any], *, needs_all: bool) -> str:
+    """Describe a rank's file, after it was written: a file without a note does not count."""
     name = f"rank-{share.rank:05d}.json"
-    write_whole(folder / name, json.dumps({**told, "needs_all": needs_all}).encode())
+    write_whole(folder / name, json.dumps({**content, "needs_all": needs_all}).encode())
     return name
 
 
@@ -48,16 +49,16 @@ def read_notes(folder: Path) -> list[dict[str, Any]]:
         try:
             notes.append(read_json(path, _MAX_NOTE))
         except (OSError, ValueError):
-            continue  # of no use; the others may do
+            continue  # the other notes may be complete without it
     return notes
 
 
 def compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The manifest's content of a step from its ranks' notes; None if they do not make a whole."""
+    """Compose the manifest of a step from its ranks' notes; None if they are not complete."""
     try:
         return _compose(notes) if notes else None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"the ranks' notes make no sense: {type(error).__name__}: {error}.") from error
+        raise CheckpointError(f"the ranks' notes are invalid: {type(error).__name__}: {error}.") from error
 
 
 def _compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -65,27 +66,27 @@ def _compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
     facts = next(iter(by_rank.values()))["facts"]
     same = [note for note in by_rank.values() if note["facts"]["topology"] == facts["topology"]]
     present = {int(note["rank"]) for note in same}
-    if not are_sizes([facts["ranks"]]) or facts["ranks"] > _MOST_RANKS:
+    if not are_sizes([facts["ranks"]]) or facts["ranks"] > _MAX_RANKS:
         raise ValueError(f"{facts['ranks']!r:.60} ranks")
     everyone = set(range(facts["ranks"]))
-    # Where random numbers are drawn, each rank's own generators are part of the whole.
+    # If ranks have state of their own, such as generators that were used, the notes of all ranks are needed.
     if any(note["needs_all"] for note in same):
         if present != everyone:
             return None
     elif facts["topology"].get("servers"):
-        servers = set(range(int(facts["topology"]["servers"])))  # with the state, and no trainer has it
+        servers = set(range(int(facts["topology"]["servers"])))  # only servers hold the state
         if not servers <= present or present == servers:
             return None
-    elif {_kept_alike(facts["topology"]["axes"], rank) for rank in present} != {
-        _kept_alike(facts["topology"]["axes"], rank) for rank in everyone
+    elif {_shard_of(facts["topology"]["axes"], rank) for rank in present} != {
+        _shard_of(facts["topology"]["axes"], rank) for rank in everyone
     }:
         return None
     tensors = join([note["tensors"] for note in same])
     return None if holes(tensors) else merge(same, tensors)
 
 
-def _kept_alike(axes: Mapping[str, int], rank: int) -> tuple[int, ...]:
-    """Ranks with the same answer keep the same state: all coordinates but that among replicas."""
+def _shard_of(axes: Mapping[str, int], rank: int) -> tuple[int, ...]:
+    """All mesh coordinates but that among replicas: ranks that share them hold the same state."""
     found = []
     for axis in reversed(list(axes)):
         rank, place = divmod(rank, axes[axis])
@@ -95,21 +96,20 @@ def _kept_alike(axes: Mapping[str, int], rank: int) -> tuple[int, ...]:
 
 
 class Replicator:
-    """Copies the state into memory that outlives the ranks, in every step, and to another machine if there is one.
+    """Copies the state after every step into memory that outlives the ranks, and to another machine if there is one.
 
-    A step's copy is complete before the step after the next begins, so a rank that is killed costs one step at most.
+    A step's copy is complete before the step after the next starts, so a killed rank costs at most one step.
     """
 
-    def __init__(self, folder: Path, runtime: MeshRuntime, sites: Sites, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, runtime: Runtime, sites: StorageTopology, settings: Mapping[str, Any]) -> None:
         self._folder, self._sites = folder, sites
         self._stager = Stager(runtime, settings)
         self._group = host_group(runtime.world) if not sites.is_shared else None
         self._thread: threading.Thread | None = None
         self._failed = False
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users have no business with it
 
     def keep(self, position: Position) -> None:
-        """After a step; waits for the copy of the step before."""
+        """Copy the state after a step. Waits for the copy of the step before."""
         self.wait()
         share = self._stager.stage(position)
         self._thread = threading.Thread(target=self._write, args=(share,), name="rung-replicate")
@@ -124,8 +124,7 @@ class Replicator:
         try:
             folder = folder_of(self._folder, share.step)
             folder.mkdir(exist_ok=True)
-            told = share.write(folder)
-            note = write_note(folder, share, told, needs_all=True)
+            note = write_note(folder, share, share.write(folder), needs_all=True)
             mirror(self._sites, self._group, folder, [share.file, note])
             if self._sites.is_leader:
                 for step, path in steps_in(self._folder).items():
@@ -133,55 +132,55 @@ class Replicator:
                         shutil.rmtree(path, ignore_errors=True)
         except Exception as error:
             if not self._failed:
-                log.warning("the state could not be copied into memory: %s. Training goes on without.", error)
+                log.warning("the state could not be copied into memory: %s. Training goes on without copies.", error)
             self._failed = True
 
 
-class Rescuer:
-    """Saves this rank's state when a run comes to grief: as it was after the last whole step.
+class EmergencySaver:
+    """Saves this rank's state on failure, as it was after the last complete step.
 
-    Gradients of a step that failed are no part of it. What a forward pass changes besides (random generators, running
-    statistics) is remembered before each step.
+    Gradients of the failed step are not part of it. A forward pass also changes random generators and running
+    statistics: these are recorded before each step and put back.
     """
 
     def __init__(
         self,
         folder: Path,
-        runtime: MeshRuntime,
+        runtime: Runtime,
         settings: Mapping[str, Any],
         position: Position,
         *,
         is_kept: bool = False,
     ) -> None:
-        """`is_kept`: the state at `position`, where the run begins, lies on the disk already."""
+        """`is_kept`: the state at `position`, the start of the run, is already on disk."""
         self._folder, self._runtime, self._settings = folder, runtime, settings
         self.position, self._is_kept = position, is_kept
         self._on_gpu = runtime.world.device.type == "cuda"
         self._places = [
-            (module._buffers, key)
+            (buffers_of(module), key)
             for module in runtime.model.modules()
-            for key, buffer in module._buffers.items()
+            for key, buffer in buffers_of(module).items()
             if buffer is None or not is_absent(buffer)
         ]
-        self._remembered: list[tuple[Tensor | None, int]] = []  # each buffer, and its version
+        self._remembered: list[tuple[Tensor | None, int]] = []  # each buffer and its version
         self._small: list[Tensor] = []
         self._copies: list[Tensor] = []
-        self._first, self._marks = Marks(), Marks()
+        self._first, self._marks = GeneratorMarks(), GeneratorMarks()
         self._cuda_first = self._cuda = self._cuda_state()
-        self._updates: int | None = None  # that the runtime had made before the step it is in
+        self._updates: int | None = None  # the runtime's count before the current step; None between steps
 
     @torch.no_grad()
     def before_step(self) -> None:
-        self._marks, self._cuda = Marks(), self._cuda_state()
+        self._marks, self._cuda = GeneratorMarks(), self._cuda_state()
         if self._places:
             buffers = [registry.get(key) for registry, key in self._places]
-            self._remembered = [(buffer, buffer._version if buffer is not None else 0) for buffer in buffers]
+            self._remembered = [(buffer, version(buffer) if buffer is not None else 0) for buffer in buffers]
             small = [b for b in buffers if b is not None and b.numel() <= _SMALL]
             if len(small) != len(self._small) or any(a is not b for a, b in zip(small, self._small, strict=True)):
                 self._small, self._copies = small, [torch.empty_like(buffer) for buffer in small]
             if small:
-                torch._foreach_copy_(self._copies, small)
-        self._updates = self._runtime.num_updates
+                foreach_copy_(self._copies, small)
+        self._updates = self._runtime.updates.count
 
     def after_step(self, position: Position) -> None:
         if position != self.position:
@@ -190,37 +189,38 @@ class Rescuer:
 
     @torch.no_grad()
     def rescue(self) -> bool:
-        """Write what this rank has; False if that is no whole state. It is on its own: nobody is waited for."""
+        """Write this rank's state. Returns False if it is not consistent. No communication: other ranks may be gone."""
         runtime, world = self._runtime, self._runtime.world
         if self.position.step == 0 or self._is_kept:
-            return self._is_kept  # a new start gives the same; or it is where the run began, and nothing was added
+            return self._is_kept  # step 0 needs no save; a state that was resumed from is on disk
         if self._updates is not None:
-            if runtime.is_updating or runtime.num_updates != self._updates or not self._put_buffers_back():
-                return False  # some of it is of the next step already
+            if runtime.updates.is_running or runtime.updates.count != self._updates or not self._put_buffers_back():
+                return False  # part of the state is already that of the next step
             self._marks.restore()
             if self._cuda is not None:
                 torch.cuda.set_rng_state(self._cuda, world.device)
-        runtime.tidy_up()
+        runtime.reshard()
         tensors = common_tensors(runtime, alone=True)
         plan = SharePlan(tensors, world, alone=True)
         values = [value.cpu() for value in plan.values(tensors)]
         share = make_share(runtime, self.position, plan, values, self._settings)
         folder = folder_of(self._folder, share.step)
         folder.mkdir(parents=True, exist_ok=True)
-        needs_all = has_own_state(runtime) or not self._first.hold() or self._cuda_has_moved()
+        # If no rank drew a random number since the start, generators need not be restored, and shards are enough.
+        needs_all = has_rank_local_state(runtime) or not self._first.hold() or self._cuda_has_moved()
         try:
             write_note(folder, share, share.write(folder), needs_all=needs_all)
         except OSError:
-            (folder / share.file).unlink(missing_ok=True)  # half of it is of no use, and the disk may be full
+            (folder / share.file).unlink(missing_ok=True)  # a partial file is useless, and the disk may be full
             raise
         return True
 
     def _put_buffers_back(self) -> bool:
-        """Buffers as they were before the step. False for a large one that was changed: there is no copy of it."""
+        """Restore buffers to their values before the step. False if a large one changed, which has no copy."""
         copies = {id(buffer): copy for buffer, copy in zip(self._small, self._copies, strict=True)}
-        for (registry, key), (buffer, version) in zip(self._places, self._remembered, strict=True):
-            registry[key] = buffer  # a forward pass may have put another in its place
-            if buffer is None or buffer._version == version:
+        for (registry, key), (buffer, before) in zip(self._places, self._remembered, strict=True):
+            registry[key] = buffer  # a forward pass may have replaced it
+            if buffer is None or version(buffer) == before:
                 continue
             if id(buffer) not in copies:
                 return False

@@ -1,7 +1,8 @@
-"""Where the state of a run may lie, and what else it writes into its directory. Nothing here needs torch."""
+"""The folders of a run's state, and the other names in its directory. Nothing here needs torch."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -9,60 +10,72 @@ from collections.abc import Collection
 from pathlib import Path
 
 from rung.errors import ConfigError
-from rung.untrusted import find_escapes
+from rung.system.untrusted import find_escapes
 
-# How everything begins that a run writes into its directory, trackers included.
+# Prefixes of everything that a run and its trackers write into its directory.
 _WRITTEN = (
-    "checkpoints", "rescue", "logs", "metrics", "config", "model", "state", "sites", "tensorboard", "profile", "wandb",
-    "mlflow", "mlruns", "trackio",
+    "checkpoints", "rescue", "failures", "logs", "metrics", "config", "model", "state", "sites", "tensorboard",
+    "profile", "wandb", "mlflow", "mlruns", "trackio",
 )  # fmt: skip
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 
 def checkpoints_folder(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
-def rescue_folder(run_dir: Path) -> Path:
+def emergency_folder(run_dir: Path) -> Path:
     return run_dir / "rescue"
 
 
 def memory_folder(run_dir: Path) -> Path:
-    """Where a run's states in memory lie: a file system without a disk, which outlives the ranks."""
-    name = f"rung-{os.geteuid()}-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]}"
-    shared = Path("/dev/shm")
-    # All users may write there: what another one put in our place is not our state.
-    return shared / name if shared.is_dir() and _is_ours(shared / name) else run_dir / ".state" / name
+    """The folder of a run's copies in memory: a memory file system, which outlives the ranks."""
+    shared = _shared_folder(run_dir)
+    return shared if _is_ours(shared) else run_dir / ".state" / shared.name
+
+
+def make_memory_folder(run_dir: Path) -> Path:
+    """Create the memory folder. In /dev/shm another user may have taken its name; then it is in the run directory."""
+    with contextlib.suppress(OSError):
+        _shared_folder(run_dir).mkdir(mode=0o700, exist_ok=True)
+    folder = memory_folder(run_dir)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _shared_folder(run_dir: Path) -> Path:
+    digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+    return Path("/dev/shm") / f"rung-{os.geteuid()}-{digest}"
 
 
 def state_folders(run_dir: Path) -> dict[str, Path]:
-    """Everywhere that a run's state may lie."""
+    """All folders that may hold a run's state, by kind."""
     return {
         "checkpoints": checkpoints_folder(run_dir),
-        "rescue": rescue_folder(run_dir),
+        "rescue": emergency_folder(run_dir),
         "memory": memory_folder(run_dir),
     }
 
 
 def refuse_escapes(run_dir: Path, names: Collection[str] = _WRITTEN) -> None:
-    """Refuse to write into a directory whose files lead elsewhere: in a run that someone else sent, the log of a rank
-    may be a link to a file of one's own. `names` is how that begins which is written. The directory may be a link."""
+    """Refuse to write into a directory with links out of it: in a run received from another user, a rank's log may be a
+    link to a file of this user. `names`: prefixes of what is written. The directory itself may be a link."""
     try:
         found = find_escapes(run_dir, names)
     except OSError as error:
         raise ConfigError(f"{error.filename or run_dir} cannot be read: {error.strerror}.") from None
     if found:
-        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         raise ConfigError(
-            f"{run_dir} leads out of itself: {'; '.join(found[:_MOST_NAMED])}{more}. A run writes and deletes there. "
+            f"{run_dir} leads out of itself: {'; '.join(found[:_MAX_NAMED])}{more}. A run writes and deletes there. "
             "Put what they lead to in their place, or link the whole directory of the run."
         )
 
 
 def _is_ours(folder: Path) -> bool:
-    """Or not there yet."""
+    """Whether a folder belongs to this user alone. /dev/shm is sticky, so no other user can then replace it."""
     try:
         found = folder.lstat()
-    except FileNotFoundError:
-        return True
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022

@@ -1,7 +1,7 @@
-"""Who writes which part of what, and who reads it: torch's distributed checkpoint, with files of our own format.
+"""Which rank writes and reads which chunks: the planners of torch.distributed.checkpoint, with our own file format.
 
-torch's planner turns a rank's tensors (whole, or DTensors that are cut any way) into chunks of the whole, and finds for
-each rank's present parts the chunks that hold them. Its own storage pickles the metadata; here it is in the manifest.
+torch's planner divides a rank's tensors (whole, or DTensors with any sharding) into chunks, and finds the chunks that
+each rank needs for its current shards. torch's storage pickles the metadata; here it is JSON in the manifest.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from rung.checkpoint.files import DTYPES, Entry, TensorFile, dtype_name
 from rung.checkpoint.manifest import Checkpoint, find_untiled
+from rung.distributed.world import World
 from rung.errors import CheckpointError
-from rung.world import World
 
 
 @dataclass(frozen=True)
 class Part:
-    """A chunk of a tensor, and the key it has in this rank's file."""
+    """A chunk of a tensor, and its key in this rank's file."""
 
     item: WriteItem
     entry: Entry
@@ -44,18 +44,18 @@ class Part:
 
 
 class SharePlan:
-    """What this rank writes. All ranks make it together when the list of tensors changes, which is seldom."""
+    """The chunks that this rank writes. Collective; remade only when the list of tensors changes."""
 
     def __init__(self, tensors: Mapping[str, Tensor], world: World, *, alone: bool = False) -> None:
-        """`alone`: this rank writes all it has, whoever else may have it."""
+        """`alone`: no communication; this rank writes all it holds, even if other ranks hold it too."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), is_coordinator=True)
         own = planner.create_local_plan()
-        plans = [own] if alone else [_read_plan(items) for items in world.gather_objects(_tell_plan(own))]
+        plans = [own] if alone else [_plan_from_json(items) for items in world.gather_objects(_plan_to_json(own))]
         shared, _ = planner.create_global_plan(plans) if not alone else ([own], None)
         mine: SavePlan = shared[0 if alone else world.rank]
         found = [Part(item, _entry_of(item)) for item in mine.items if _volume(item)]
-        # Wide types first: every tensor then begins at a multiple of its size.
+        # Wide types first: every tensor then starts at a multiple of its item size.
         self.parts = sorted(found, key=lambda part: (-part.entry.dtype.itemsize, part.entry.key))
         self._empty = [item for item in mine.items if item.tensor_data and not math.prod(item.tensor_data.size)]
         self._planner = planner
@@ -65,7 +65,7 @@ class SharePlan:
         return self._names == _signature(tensors)
 
     def values(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The live parts of the tensors, on their device."""
+        """The current values of the parts, on their device."""
         self._planner.state_dict = dict(tensors)
         return [self._planner.lookup_object(part.item.index) for part in self.parts]
 
@@ -75,17 +75,12 @@ class SharePlan:
         for part in self.parts:
             data = part.item.tensor_data
             assert data is not None
-            entry = {
-                "file": file,
-                "key": part.entry.key,
-                "offsets": list(data.chunk.offsets),
-                "shape": list(data.chunk.sizes),
-            }
+            offsets, sizes = list(data.chunk.offsets), list(data.chunk.sizes)
             known = described.setdefault(
                 part.name, {"dtype": dtype_name(part.entry.dtype), "shape": list(data.size), "chunks": []}
             )
-            known["chunks"].append(entry)
-        for item in self._empty:  # without bytes, but part of the model
+            known["chunks"].append({"file": file, "key": part.entry.key, "offsets": offsets, "shape": sizes})
+        for item in self._empty:  # no bytes to write, but the model has them
             data = item.tensor_data
             assert data is not None
             described[item.index.fqn] = {
@@ -96,8 +91,8 @@ class SharePlan:
         return described
 
 
-def _tell_plan(plan: SavePlan) -> list[Any]:
-    """What a rank would write, in JSON. What is no tensor is not part of a state."""
+def _plan_to_json(plan: SavePlan) -> list[Any]:
+    """A rank's plan as JSON. It has only tensors: other values are in the manifest."""
     found = []
     for item in plan.items:
         assert item.tensor_data is not None
@@ -109,7 +104,7 @@ def _tell_plan(plan: SavePlan) -> list[Any]:
     return found
 
 
-def _read_plan(found: list[Any]) -> SavePlan:
+def _plan_from_json(found: list[Any]) -> SavePlan:
     items = []
     for name, place, number, kind, dtype, offsets, sizes, size in found:
         index = MetadataIndex(name, torch.Size(place) if place is not None else None, number)
@@ -120,7 +115,7 @@ def _read_plan(found: list[Any]) -> SavePlan:
 
 
 def join(descriptions: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The chunks of all ranks, by tensor. What several ranks have alike is named once."""
+    """The chunks of all ranks by tensor, without duplicates."""
     tensors: dict[str, Any] = {}
     for described in descriptions:
         for name, tensor in described.items():
@@ -136,10 +131,10 @@ def holes(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def read_into(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    """Fill tensors, cut or whole, with what this rank needs of a checkpoint. No rank waits for another.
+    """Read this rank's tensors, sharded or whole, from a checkpoint. No communication.
 
-    torch's planner says which slice of which chunk goes where. Its `load` is not called: it would hide errors in one of
-    its own that is not even an Exception.
+    torch's planner maps slices of chunks to slices of tensors. `dcp.load` is not used: it wraps errors in
+    CheckpointException, which is not an Exception.
     """
     wanted = {name: tensor.detach() for name, tensor in targets.items() if tensor.numel() > 0}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -154,7 +149,7 @@ def read_into(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
                 source = source.narrow(dim, offset, length)
             target = planner.resolve_tensor(item).detach()
             for dim, stride in enumerate(target.stride()):
-                if stride == 0:  # made by expand(): all along it is one element
+                if stride == 0:  # made by expand(): one element along this dimension
                     target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
             target.copy_(source)
 
@@ -172,14 +167,14 @@ def _described(checkpoint: Checkpoint, name: str) -> TensorStorageMetadata:
 
 
 def read_whole(checkpoint: Checkpoint, name: str, files: OpenFiles | None = None) -> Tensor:
-    """One tensor, whole, on the host. Whoever reads many passes the open files along."""
+    """Read one whole tensor to the host. Pass `files` when reading many."""
     files = files or OpenFiles(checkpoint)
     saved = checkpoint.manifest["tensors"][name]
     dtype = dtype_of(checkpoint, name)
     try:
         value = torch.empty(saved["shape"], dtype=dtype)
     except (RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{checkpoint.path}: there is no room for {name}, {saved['shape']} {dtype}.") from error
+        raise CheckpointError(f"{checkpoint.path}: not enough memory for {name}, {saved['shape']} {dtype}.") from error
     for chunk in saved["chunks"]:
         place = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["shape"], strict=True))
         with files.open(chunk, value.dtype) as part:
@@ -188,16 +183,16 @@ def read_whole(checkpoint: Checkpoint, name: str, files: OpenFiles | None = None
 
 
 def dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    called = checkpoint.manifest["tensors"][name]["dtype"]
-    if called not in DTYPES:
-        raise CheckpointError(f"{checkpoint.path}: {name} is of type {called}, which this version of Rung cannot read.")
-    return DTYPES[called]
+    dtype = checkpoint.manifest["tensors"][name]["dtype"]
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{checkpoint.path}: {name} is of type {dtype}, which this version of Rung cannot read.")
+    return DTYPES[dtype]
 
 
 class OpenFiles:
-    """The files of a checkpoint, whose headers are read once."""
+    """A cache of a checkpoint's files, so that headers are read once."""
 
-    _MOST = 64
+    _MAX_OPEN = 64
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._folder = checkpoint.path
@@ -205,11 +200,11 @@ class OpenFiles:
 
     @contextmanager
     def open(self, chunk: Mapping[str, Any], dtype: torch.dtype) -> Iterator[Tensor]:
-        """A chunk that the manifest tells of, mapped into memory."""
+        """Map a chunk of the manifest into memory."""
         name = chunk["file"]
         if name not in self._files:
             self._files[name] = TensorFile(self._folder / name)
-            while len(self._files) > self._MOST:
+            while len(self._files) > self._MAX_OPEN:
                 self._files.popitem(last=False)
         with self._files[name].open(chunk["key"], dtype) as part:
             if list(part.shape) != chunk["shape"]:

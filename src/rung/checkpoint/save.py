@@ -1,8 +1,8 @@
-"""Saving beside training: the step waits for a copy to host memory, a thread does the rest.
+"""Asynchronous saving: training waits for a copy to host memory, and a thread writes it to disk.
 
-Each rank copies and writes its own part: of what several ranks have alike, each writes some. The ranks' threads talk
-over a process group of their own. The manifest is written last, so a save that is cut short leaves nothing that could
-be taken for a checkpoint. Where ranks share no disk, each file also goes to the next site.
+Each rank writes its own part; state that several ranks hold is divided among them. The ranks' threads communicate over
+a process group of their own. The manifest is written last, so an interrupted save leaves nothing that looks like a
+checkpoint. If ranks share no disk, each file is also copied to the next site.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 from rung.checkpoint.manifest import folder_of, partial_of, prune, put_in_place, remove, write_manifest
 from rung.checkpoint.plan import join
 from rung.checkpoint.share import Position, Share, Stager, merge
-from rung.checkpoint.sites import Sites, gather_in, host_group, mirror
-from rung.disk import free_bytes, is_full, reason, room
+from rung.checkpoint.sites import StorageTopology, gather_in, host_group, mirror
 from rung.errors import CheckpointError
-from rung.runtime.mesh import MeshRuntime
+from rung.runtime.base import Runtime
+from rung.system.disk import free_bytes, is_full, reason, room
 
 
 @dataclass(frozen=True)
 class SaveRecord:
     step: int
-    stall_seconds: float  # for which training stood still
+    stall_seconds: float  # that training waited
     write_seconds: float  # in the background
     num_bytes: int  # over all ranks
     error: str | None = None
@@ -36,35 +36,35 @@ class SaveRecord:
 
 
 class Saver:
-    """Writes checkpoints of one runtime into a folder. All ranks call the same methods in the same steps."""
+    """Writes checkpoints of a runtime into a folder. Collective: all ranks call the same methods in the same steps."""
 
     def __init__(
         self,
         folder: Path,
-        runtime: MeshRuntime,
+        runtime: Runtime,
         *,
-        sites: Sites | None = None,
+        sites: StorageTopology | None = None,
         settings: Mapping[str, Any] | None = None,
         keep: int = 3,
         keep_every: int | None = None,
         background: bool = True,
         touch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`touch` is called whenever some of it has reached the disk: a slow disk is no hang."""
+        """`touch` is called as data reaches the disk, so that a slow disk does not look like a hang."""
         self._folder, self._world = folder, runtime.world
-        self._sites = sites or Sites(self._world, folder)
+        self._sites = sites or StorageTopology(self._world, folder)
         self._stager = Stager(runtime, settings or {})
         self._keep, self._keep_every, self._background = keep, keep_every, background
         self._touch = touch
         self._group = host_group(self._world)
         self._thread: threading.Thread | None = None
-        self.error: str | None = None  # of the newest save, once it has ended
+        self.error: str | None = None  # of the newest save, once it has finished
         self._records: list[SaveRecord] = []
         self._kept: Position | None = None  # of the newest save that is on the disk
         self.last: Position | None = None  # of the newest save that is on the disk or on its way there
 
     def save(self, position: Position, *, wait: bool = False) -> None:
-        """Begin to save the state after a step. `wait` until it is on the disk, and raise if that failed."""
+        """Start to save the state after a step. With `wait`, return when it is on disk, and raise if that failed."""
         started = time.perf_counter()
         self.wait()
         share = self._stager.stage(position)
@@ -75,7 +75,7 @@ class Saver:
             self._thread.start()
             return
         self._write(share, None, started)
-        self._settle()
+        self._note_end()
         if wait and self.error is not None:
             raise CheckpointError(self.error)
 
@@ -83,30 +83,30 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self._settle()
+            self._note_end()
 
-    def _settle(self) -> None:
-        """Take the end of a save into account: after the thread's end, never in it. Ranks decide by `last` whether to
-        save again, which all of them must do together, and their threads do not end at the same moment."""
+    def _note_end(self) -> None:
+        """Record the result of a save. Called after the thread has ended, never in it: all ranks must agree on `last`,
+        by which they decide whether to save again, and their threads end at different moments."""
         self._kept = self.last = self.last if self.error is None else self._kept
 
     def starts_from(self, position: Position) -> None:
-        """The state of a position is on the disk already."""
+        """Note that the state of a position is already on disk."""
         self._kept = self.last = position
 
     def has(self, position: Position) -> bool:
-        """Whether the state of a position is whole on the disk. Waits for nothing."""
+        """Whether the state of a position is completely on disk. Does not wait."""
         return self._thread is None and self._kept == position
 
     @property
     def good_state(self) -> str:
-        """What can be gone on from, for a message that says why something newer cannot."""
+        """The newest whole checkpoint, as a sentence for error messages."""
         if self._kept is None:
             return "There is no whole checkpoint."
         return f"The newest whole checkpoint is {folder_of(self._folder, self._kept.step)}."
 
     def finished(self) -> list[SaveRecord]:
-        """Saves that came to their end since the last call."""
+        """The saves that finished since the last call."""
         records, self._records = self._records, []
         return records
 
@@ -122,25 +122,25 @@ class Saver:
                 if self._sites.is_leader:
                     remove(partial_of(self._folder, share.step))
         now = time.perf_counter()
-        stood = stall if stall is not None else now - began
+        stalled = stall if stall is not None else now - began
         best = share.facts["best"]
         is_best = best is not None and best["step"] == share.step
-        self._records.append(SaveRecord(share.step, stood, now - started, num_bytes, error, is_best))
+        self._records.append(SaveRecord(share.step, stalled, now - started, num_bytes, error, is_best))
 
     def _write_all(self, share: Share) -> int:
-        # Beside the folder that it will be: there may be a whole checkpoint of this step already.
+        # Written under another name: a whole checkpoint of this step may exist already.
         folder = partial_of(self._folder, share.step)
         rooms = self._together("make its folder", lambda: self._clear(folder, share))
         parts = self._together("write its part", lambda: share.write(folder, self._touch), rooms)
         content = merge(parts, join([part["tensors"] for part in parts]))
         self._together("copy its part", lambda: mirror(self._sites, self._group, folder, [share.file]), rooms)
         self._together("write the manifest", lambda: self._finish(folder, share.step, content), rooms)
-        return sum(int(told["bytes"]) for told in content["files"].values())
+        return sum(int(file["bytes"]) for file in content["files"].values())
 
     def _clear(self, folder: Path, share: Share) -> tuple[int, int | None]:
-        """The bytes of this rank's part, and the room that there is."""
+        """Make an empty folder. Returns the bytes of this rank's part, and the free space."""
         if self._sites.is_leader:
-            if folder.exists():  # of a save that was cut short
+            if folder.exists():  # left by an interrupted save
                 remove(folder)
             folder.mkdir(parents=True, exist_ok=True)
         return share.num_bytes, free_bytes(folder)
@@ -153,8 +153,10 @@ class Saver:
             prune(self._folder, self._keep, self._keep_every, newest=step, best=best)
 
     def _together(self, what: str, action: Callable[[], Any], rooms: list[Any] | None = None) -> list[Any]:
-        """An action on every rank, and what each one got from it. If one fails, all do. `rooms` are those of all ranks
-        before anything was written."""
+        """Run an action on every rank and gather the results. If it fails on one rank, all ranks raise.
+
+        `rooms`: the results of `_clear` on all ranks, for the message of a full disk.
+        """
         result, error = None, None
         try:
             result = action()
@@ -164,14 +166,14 @@ class Saver:
                 error += f"; {self._room_of_site(rooms, quota=problem.errno == errno.EDQUOT)}"
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-        told = gather_in(self._group, (result, error))
-        failed = [f"rank {rank} could not {what}: {error}" for rank, (_, error) in enumerate(told) if error is not None]
+        rows = gather_in(self._group, (result, error))
+        failed = [f"rank {rank} could not {what}: {error}" for rank, (_, error) in enumerate(rows) if error is not None]
         if failed:
             raise CheckpointError(failed[0])
-        return [result for result, _ in told]
+        return [result for result, _ in rows]
 
     def _room_of_site(self, rooms: list[Any], *, quota: bool) -> str:
-        """What all of the checkpoint needs on this rank's disk, and what was free: with the neighbours' copies."""
+        """The space that the checkpoint needs on this rank's disk, including neighbours' copies, and the free space."""
         own, sites = self._sites.own, self._sites
         parts = [
             rank for rank, site in enumerate(sites.of_rank) if own in (site, sites.of_rank[sites.neighbour_of(rank)])

@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: what it holds, the copy in host memory, and the file."""
+"""One rank's part of a checkpoint: its contents, the copy in host memory, and the file."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rung.best import Best
 from rung.checkpoint.files import Entry, dtype_name, write_tensors
-from rung.checkpoint.own import common_tensors, own_tensors
 from rung.checkpoint.plan import SharePlan
-from rung.checkpoint.state import model_names, rank_tensors, small_state, topology
-from rung.runtime.mesh import MeshRuntime
-from rung.version import VERSION
-from rung.world import World
+from rung.checkpoint.rank_local_state import common_tensors, rank_local_tensors
+from rung.checkpoint.state import model_names, rank_tensors, small_state
+from rung.distributed.torch_private import foreach_copy_
+from rung.distributed.world import World
+from rung.runtime.base import Runtime
+from rung.spec.abilities import topology
+from rung.spec.best_metric import Best
+from rung.spec.version import VERSION
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in training a state belongs: after `step`."""
+    """The position in training after `step`."""
 
     step: int
     epoch: int
-    samples: int  # counted from the first step
-    sample: int  # of the epoch: the next one to be read
-    evaluation_due: bool = False  # the step's evaluation was asked for and is still to be done
-    evaluation: Mapping[str, float] | None = field(default=None, compare=False)  # the figures of the step's evaluation
+    samples: int  # since the first step
+    sample: int  # of the epoch: the next to be read
+    evaluation_due: bool = False  # the evaluation after this step has not been done yet
+    evaluation: Mapping[str, float] | None = field(default=None, compare=False)  # metrics of this step
     best: Best | None = None  # evaluation so far, by the setting keep_best
-    finite: bool | None = field(default=None, compare=False)  # whether loss and gradient norm of the step were
+    finite: bool | None = field(default=None, compare=False)  # loss and gradient norm of the step
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part, in host memory."""
+    """One rank's part of a checkpoint, in host memory."""
 
     step: int
     rank: int
     entries: list[Entry]
     values: list[Tensor]
-    described: dict[str, Any]
+    described: dict[str, Any]  # the chunks by tensor, for the manifest
     facts: dict[str, Any]
-    arrived: Any = None
+    arrived: Any = None  # CUDA event after the copies to `values`
 
     @property
     def file(self) -> str:
@@ -54,11 +56,11 @@ class Share:
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors; the header of the file comes on top."""
+        """Bytes of the tensors, without the header of the file."""
         return sum(entry.num_bytes for entry in self.entries)
 
     def write(self, folder: Path, touch: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """The rank's file. What the manifest must know of it. `touch` is called as it grows."""
+        """Write the rank's file. Returns its entry for the manifest. `touch` is called as the file grows."""
         if self.arrived is not None:
             self.arrived.synchronize()
         size, digest = write_tensors(folder / self.file, self.entries, self.values, touch=touch)
@@ -71,9 +73,9 @@ class Share:
 
 
 class Stager:
-    """Copies a rank's part of the state to host memory. All ranks call `stage` in the same steps."""
+    """Copies a rank's part of the state to host memory. Collective: all ranks call `stage` in the same steps."""
 
-    def __init__(self, runtime: MeshRuntime, settings: Mapping[str, Any]) -> None:
+    def __init__(self, runtime: Runtime, settings: Mapping[str, Any]) -> None:
         self._runtime, self._world = runtime, runtime.world
         self._settings = dict(settings)
         self._plan: SharePlan | None = None
@@ -81,7 +83,7 @@ class Stager:
 
     @torch.no_grad()
     def stage(self, position: Position) -> Share:
-        """Of what several ranks have alike, each copies some. The copy is the caller's until the next call."""
+        """Copy this rank's part. Buffers are reused: the share is valid until the next call."""
         world = self._world
         tensors = common_tensors(self._runtime)
         if self._plan_is_old(tensors):
@@ -92,33 +94,32 @@ class Stager:
         if not self._buffers:
             self._buffers = [torch.empty(value.shape, dtype=value.dtype, pin_memory=on_gpu) for value in values]
         if values:
-            torch._foreach_copy_(self._buffers, values, non_blocking=True)
+            foreach_copy_(self._buffers, values, non_blocking=True)
         arrived = None
         if on_gpu:
-            # The copies stand in the stream before the next step's work: training goes on while they run.
+            # The copies are in the stream before the next step's kernels, so training need not wait for them.
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         return make_share(self._runtime, position, self._plan, self._buffers, self._settings, arrived=arrived)
 
     def _plan_is_old(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether any rank has other tensors than in the last save: a parameter may get its optimizer state late."""
+        """Whether the tensors of any rank changed since the last save: optimizer state may be created late."""
         changed = self._plan is None or not self._plan.fits(tensors)
         return any(row[0] > 0 for row in self._world.gather([float(changed)]))
 
 
 def make_share(
-    runtime: MeshRuntime,
+    runtime: Runtime,
     position: Position,
     plan: SharePlan,
     values: list[Tensor],
     settings: Mapping[str, Any],
     *,
-    generators: Mapping[str, Tensor] | None = None,
     arrived: Any = None,
 ) -> Share:
-    """A share of what `plan` lists, with the small state as it is now. `generators` if they are of another moment."""
+    """The share of the parts in `plan`, with the current small state and random generators."""
     world = runtime.world
-    own = {**own_tensors(runtime), **(generators if generators is not None else rank_tensors(world))}
+    own = {**rank_local_tensors(runtime), **rank_tensors(world)}
     entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in own.items()]
     file = f"rank-{world.rank:05d}.safetensors"
     described = {
@@ -130,7 +131,8 @@ def make_share(
         for entry in entries
     }
     rows = [*zip([part.entry for part in plan.parts], values, strict=True), *zip(entries, own.values(), strict=True)]
-    rows.sort(key=lambda row: -row[0].dtype.itemsize)  # so that each begins at a multiple of its size
+    # Wide types first: each tensor then starts at a multiple of its item size.
+    rows.sort(key=lambda row: -row[0].dtype.itemsize)
     return Share(
         position.step,
         world.rank,
@@ -143,13 +145,13 @@ def make_share(
 
 
 def merge(parts: list[dict[str, Any]], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of the manifest, from what every rank tells of its part."""
+    """The content of the manifest, from the entries of all ranks."""
     first = min(parts, key=lambda part: int(part["rank"]))["facts"]
     values = {name: value for part in parts for name, value in part["facts"]["optimizer"]["values"].items()}
     return {
         **first,
         "optimizer": {**first["optimizer"], "values": values},
-        "files": {name: told for part in parts for name, told in part["files"].items()},
+        "files": {name: file for part in parts for name, file in part["files"].items()},
         "tensors": tensors,
     }
 
@@ -175,5 +177,5 @@ def _header(position: Position, world: World) -> dict[str, Any]:
 
 
 def _figures(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """JSON has no nan and no infinity; they become strings that say so."""
+    """Replace nan and infinity, which JSON lacks, by strings."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}

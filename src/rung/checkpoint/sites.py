@@ -1,7 +1,7 @@
-"""Which ranks share a disk, and how files travel between those that do not.
+"""Storage sites: which ranks share a disk, and the transfer of files between those that do not.
 
-A site is a set of ranks that see the same run directory: all of them on one machine or over a network file system, one
-for each machine otherwise. Nothing is configured; each rank leaves a token in its directory and looks who else did.
+A site is a set of ranks that see the same run directory: all ranks on one machine or on a network file system, else
+those of each machine. Nothing is configured: each rank creates a file in its directory and lists the others' files.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rung.world import World, gather_json
+from rung.distributed.collectives import gather_json
+from rung.distributed.world import World
 
-_BLOCK = 16 * 2**20
+_BLOCK = 16 * 2**20  # bytes of a message
 
 
-class Sites:
-    """All sites of a job, as every rank knows them."""
+class StorageTopology:
+    """The sites of a job; equal on every rank."""
 
     def __init__(self, world: World, folder: Path) -> None:
         self.world = world
         token = world.gather_objects(uuid.uuid4().hex)[0]
-        place = folder / f".sites-{token}"
+        probe = folder / f".sites-{token}"
         if world.size > 1:
-            place.mkdir(parents=True, exist_ok=True)
-            (place / str(world.rank)).touch()
+            probe.mkdir(parents=True, exist_ok=True)
+            (probe / str(world.rank)).touch()
             world.barrier()
-        seen = sorted(int(path.name) for path in place.iterdir()) if world.size > 1 else [world.rank]
-        self.of_rank: list[int] = world.gather_objects(seen[0])  # a site is called by its first rank
-        if world.size > 1 and self.is_leader:
-            shutil.rmtree(place, ignore_errors=True)
+        seen = sorted(int(path.name) for path in probe.iterdir()) if world.size > 1 else [world.rank]
+        self.of_rank: list[int] = world.gather_objects(seen[0])  # a site is named by its first rank
+        if world.size > 1 and self.is_leader:  # after the gather: every rank has listed the folder
+            shutil.rmtree(probe, ignore_errors=True)
 
     @property
     def own(self) -> int:
@@ -45,7 +46,7 @@ class Sites:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank does for its site what one rank must do."""
+        """Whether this rank does the work that one rank per site must do."""
         return self.own == self.world.rank
 
     @property
@@ -58,7 +59,7 @@ class Sites:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all ranks see one disk."""
+        """Whether all ranks share one disk."""
         return len(self.leaders) == 1
 
     def neighbour_of(self, rank: int) -> int:
@@ -71,10 +72,10 @@ class Sites:
 
 
 def host_group(world: World) -> dist.ProcessGroup | None:
-    """A group on the host for a thread beside training: collectives of two threads must not meet in one."""
-    if world.size == 1 or world.pretend:
+    """A host group for a thread beside training: collectives of two threads must not mix in one group."""
+    if not world.has_peers:
         return None
-    group: dist.ProcessGroup = dist.new_group(backend=world.host_backend, timeout=datetime.timedelta(minutes=60))
+    group: dist.ProcessGroup = world.host_group(datetime.timedelta(minutes=60))
     return group
 
 
@@ -84,10 +85,10 @@ def gather_in(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     return gather_json(value, group)
 
 
-def mirror(sites: Sites, group: dist.ProcessGroup | None, folder: Path, names: Iterable[str]) -> None:
-    """This rank's files to its neighbour at the next site, and others' files from them. All ranks call it.
+def mirror(sites: StorageTopology, group: dist.ProcessGroup | None, folder: Path, names: Iterable[str]) -> None:
+    """Send this rank's files to its neighbour at the next site, and receive others'. Collective.
 
-    A rank whose disk fails still takes part to the end, and raises then: the others would wait for it.
+    A rank whose disk fails takes part to the end before it raises, because the others wait for its messages.
     """
     if sites.is_shared or group is None:
         return
@@ -97,8 +98,7 @@ def mirror(sites: Sites, group: dist.ProcessGroup | None, folder: Path, names: I
         own = [(name, (folder / name).stat().st_size) for name in names]
     except OSError as error:
         problem = error
-    told = gather_in(group, own)
-    for source, files in enumerate(told):
+    for source, files in enumerate(gather_in(group, own)):
         target = sites.neighbour_of(source)
         for name, count in files:
             try:
@@ -112,8 +112,8 @@ def mirror(sites: Sites, group: dist.ProcessGroup | None, folder: Path, names: I
         raise problem
 
 
-def pass_on(sites: Sites, path: Path, num_bytes: int, source: int, receivers: set[int]) -> None:
-    """A file from the rank `source` to other ranks. All ranks call it; it is for the time before training."""
+def pass_on(sites: StorageTopology, path: Path, num_bytes: int, source: int, receivers: set[int]) -> None:
+    """Broadcast a file from `source`; `receivers` write it. Collective on the default group: only before training."""
     here = sites.world.rank
     partial = path.with_name(f".{path.name}.partial")
     with contextlib.ExitStack() as stack:
@@ -136,7 +136,7 @@ def pass_on(sites: Sites, path: Path, num_bytes: int, source: int, receivers: se
 
 
 def _send(path: Path, num_bytes: int, target: int, group: dist.ProcessGroup) -> None:
-    """All blocks of a file, also where it cannot be read to its end: of as many bytes as were announced."""
+    """Send the announced number of bytes, even if the file cannot be read to its end: the receiver expects them."""
     with _Blocks(path, "rb") as file:
         for start in range(0, num_bytes, _BLOCK):
             block = torch.zeros(min(_BLOCK, num_bytes - start), dtype=torch.uint8)
@@ -145,7 +145,7 @@ def _send(path: Path, num_bytes: int, target: int, group: dist.ProcessGroup) -> 
 
 
 def _receive(path: Path, num_bytes: int, source: int, group: dist.ProcessGroup) -> None:
-    """All blocks of a file, also where they cannot be written."""
+    """Receive all blocks of a file, even if they cannot be written."""
     partial = path.with_name(f".{path.name}.partial")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def _receive(path: Path, num_bytes: int, source: int, group: dist.ProcessGroup) 
 
 
 class _Blocks:
-    """A file whose first error is raised at the end of the block: until then, what is asked of it does nothing."""
+    """A file whose first error is raised at the end of the `with` block; later calls do nothing."""
 
     def __init__(self, path: Path, mode: str) -> None:
         self._path, self._mode = path, mode

@@ -1,10 +1,10 @@
-"""The state of training under names that no strategy changes, as one process would call it.
+"""The training state under names that do not depend on the strategy, as in a single process.
 
     model/<name>                a parameter or buffer of the module, by its own name
-    optimizer/<name>/<key>      what the optimizer keeps for that parameter
-    rank/<number>/<what>        random generators, of use on the same topology alone; see also `own`
+    optimizer/<name>/<key>      the optimizer's state of that parameter
+    rank/<number>/<what>        random generators, restored only on the same topology; see also `rank_local_state`
 
-Tensors are listed as they live on this rank: DTensors where they are cut, so that torch's planner knows which part of
+Tensors are listed as this rank holds them: DTensors where they are sharded, so that torch's planner knows which part of
 the whole they are. Everything else is small and goes into the manifest.
 """
 
@@ -21,37 +21,37 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rung.checkpoint.files import DTYPES
-from rung.checkpoint.packing import Unpackable, pack, unpack
+from rung.checkpoint.packing import NeedsPickleError, pack, unpack
+from rung.data.rng import restore_generators, save_generators
+from rung.distributed.torch_private import buffers_of
+from rung.distributed.world import World
 from rung.errors import CheckpointError
-from rung.generators import restore_generators, save_generators
 from rung.parallel.materialize import is_absent
-from rung.runtime.mesh import MeshRuntime
+from rung.runtime.base import Runtime
 from rung.runtime.optimizer import members_of
-from rung.strategy import Layout
-from rung.world import World
 
-# How a kernel is chosen, not what it computes: this belongs to the world at hand.
+# Options that select a kernel, not its result: the current world's are kept.
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
-# What a schedule's state counts beside its settings. Of its rates, the groups' `initial_lr` tells.
+# Counters in a schedule's state, which are not settings. Rates are compared by the groups' `initial_lr`.
 _COUNTERS = ("last_epoch", "base_lrs", "T_cur", "T_i", "verbose")
-_ANEW = "for the task's, start a new run from the weights (rung export)"
+_START_ANEW = "for the task's, start a new run from the weights (rung export)"
 
 
-def model_tensors(runtime: MeshRuntime) -> dict[str, Tensor]:
-    """Parameters and buffers that this rank keeps, tied ones once, also those that a state dict leaves out."""
+def model_tensors(runtime: Runtime) -> dict[str, Tensor]:
+    """Parameters and buffers that this rank holds: tied ones once, non-persistent buffers included."""
     return {f"model/{name}": tensor for name, tensor in _named(runtime.model) if not is_absent(tensor)}
 
 
-def tensors_to_save(runtime: MeshRuntime, *, everything: bool = False) -> dict[str, Tensor]:
-    """What this rank answers for. What several keep alike is listed by each, and written by one of them.
+def tensors_to_save(runtime: Runtime, *, everything: bool = False) -> dict[str, Tensor]:
+    """The tensors that this rank offers to save. Those that several ranks hold are written by one of them.
 
     `everything`: also buffers that another rank would write, because that rank may be gone.
     """
     world = runtime.world
     buffers = {id(buffer) for buffer in runtime.model.buffers()}
-    # Buffers may differ between data ranks (statistics of a local batch norm); the first one's count, as always.
-    first = everything or (world.data_rank == 0 and world.rank % world.layout.tp == 0)
-    elsewhere = runtime.counted_elsewhere()
+    # Buffers may differ between data ranks (statistics of a local batch norm): those of the first are saved.
+    first = everything or (world.role.data_rank == 0 and world.rank % world.layout.tp == 0)
+    elsewhere = runtime.counted_elsewhere
     found = {
         name: tensor.detach()
         for name, tensor in model_tensors(runtime).items()
@@ -67,7 +67,7 @@ def tensors_to_save(runtime: MeshRuntime, *, everything: bool = False) -> dict[s
 
 
 def rank_tensors(world: World) -> dict[str, Tensor]:
-    """The random generators of this rank, as they are now."""
+    """The current state of this rank's random generators."""
     python, numpy, own = save_generators()
     text = json.dumps(pack({"python": python, "numpy": numpy}, "the random generators")).encode()
     found = {"torch": own.clone(), "others": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
@@ -83,8 +83,8 @@ def restore_random(world: World, read: Callable[[str], Tensor]) -> None:
         torch.cuda.set_rng_state(read(f"rank/{world.rank}/cuda"), world.device)
 
 
-def small_state(runtime: MeshRuntime) -> dict[str, Any]:
-    """What is not a large tensor: parameter groups, schedule, scaler. The same on every rank but for `values`."""
+def small_state(runtime: Runtime) -> dict[str, Any]:
+    """All but large tensors: parameter groups, schedule, scaler. The same on every rank except `values`."""
     optimizer = runtime.optimizer
     groups = [
         {key: pack(value, f"{key!r} of the optimizer's group {n}") for key, value in group.items() if key != "params"}
@@ -104,8 +104,8 @@ def small_state(runtime: MeshRuntime) -> dict[str, Any]:
     if runtime.schedule is not None:
         try:
             schedule = pack(runtime.schedule.state_dict(), "the schedule")
-        except Unpackable:
-            schedule = "replay"
+        except NeedsPickleError:
+            schedule = "replay"  # `Restorer` steps a new schedule to this position
     scaler = runtime.scaler
     return {
         "optimizer": {
@@ -123,11 +123,11 @@ def small_state(runtime: MeshRuntime) -> dict[str, Any]:
     }
 
 
-def model_names(runtime: MeshRuntime) -> dict[str, Any]:
-    """For those who export: every key of the module's state dict, in its order, and what is saved for it.
+def model_names(runtime: Runtime) -> dict[str, Any]:
+    """For `rung export`: every key of the module's state dict, in its order, and the name it is saved under.
 
-    Tied tensors have several keys, buffers that are not persistent have none. What the module computes for its state
-    dict (`get_extra_state`, hooks) is no parameter or buffer, and cannot be exported.
+    Tied tensors have several keys, non-persistent buffers have none. Values that the module computes for its state dict
+    (`get_extra_state`, hooks) are neither parameter nor buffer and cannot be exported.
     """
     state = runtime.model.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in _named(runtime.model)}
@@ -138,13 +138,13 @@ def model_names(runtime: MeshRuntime) -> dict[str, Any]:
 
 
 class Restorer:
-    """Puts a checkpoint's state into a runtime that was built for whatever world there is now."""
+    """Restores a checkpoint's state into a runtime of any topology."""
 
-    def __init__(self, runtime: MeshRuntime, manifest: Mapping[str, Any]) -> None:
+    def __init__(self, runtime: Runtime, manifest: Mapping[str, Any]) -> None:
         self._runtime = runtime
         self._manifest = manifest
         self._tensors: Mapping[str, Any] = manifest["tensors"]
-        self._state: list[tuple[int, str, str, Tensor]] = []  # parameter's number, its name, key, value
+        self._state: list[tuple[int, str, str, Tensor]] = []  # parameter index, name, key, value
         self._check_model()
         self.targets: dict[str, Tensor] = {**model_tensors(runtime), **self._make_optimizer_state()}
 
@@ -159,9 +159,9 @@ class Restorer:
         here = {name: tuple(tensor.shape) for name, tensor in _named(model)}
         missing, extra = sorted(set(here) - set(there)), sorted(set(there) - set(here))
         if missing or extra:
-            told = [f"it has no {', '.join(missing[:3])}"] if missing else []
-            told += [f"the model has no {', '.join(extra[:3])}"] if extra else []
-            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(told)}.")
+            differences = [f"it has no {', '.join(missing[:3])}"] if missing else []
+            differences += [f"the model has no {', '.join(extra[:3])}"] if extra else []
+            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(differences)}.")
         for name, shape in here.items():
             if shape != there[name]:
                 raise CheckpointError(
@@ -169,20 +169,19 @@ class Restorer:
                 )
 
     def _make_buffer(self, name: str) -> None:
-        """Room for a buffer that is None until a forward pass makes it."""
+        """Allocate a buffer that is None until a forward pass creates it."""
         path, _, key = name.rpartition(".")
         try:
             owner = self._runtime.model.get_submodule(path)
         except AttributeError:
             return
-        if key in owner._buffers and owner._buffers[key] is None:
+        buffers = buffers_of(owner)
+        if key in buffers and buffers[key] is None:
             saved = self._tensors[f"model/{name}"]
-            owner._buffers[key] = torch.zeros(
-                saved["shape"], dtype=DTYPES[saved["dtype"]], device=self._runtime.world.device
-            )
+            buffers[key] = torch.zeros(saved["shape"], dtype=DTYPES[saved["dtype"]], device=self._runtime.world.device)
 
     def _make_optimizer_state(self) -> dict[str, Tensor]:
-        """Room for what was saved. Made from what the checkpoint says, not by a trial step, which may change things."""
+        """Allocate the saved optimizer state by the manifest, not by a trial step, which may change other state."""
         keys: dict[str, list[str]] = {}
         for name in self._tensors:
             if name.startswith("optimizer/"):
@@ -198,8 +197,9 @@ class Restorer:
                     value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 elif isinstance(parameter, DTensor) and shape:
                     raise CheckpointError(
-                        f"the optimizer keeps {key!r} of shape {list(shape)} for {name}, which is cut here: how that "
-                        "is to be cut is not known. Resume under a strategy that leaves parameters whole, such as ddp."
+                        f"the optimizer keeps {key!r} of shape {list(shape)} for {name}, which is sharded here: state "
+                        "of another shape than the parameter has no sharding. Resume under a strategy that leaves "
+                        "parameters whole, such as ddp."
                     )
                 else:
                     value = torch.zeros(shape, dtype=dtype)
@@ -208,7 +208,7 @@ class Restorer:
         return targets
 
     def finish(self) -> None:
-        """After the tensors were read into `targets`: hand them to the optimizer, and set the rest."""
+        """Load the rest, after the tensors were read into `targets`: optimizer, schedule, extra state, scaler."""
         runtime, saved = self._runtime, self._manifest["optimizer"]
         optimizer = runtime.optimizer
         if saved["class"] != type(optimizer).__name__ or len(saved["groups"]) != len(optimizer.param_groups):
@@ -239,23 +239,23 @@ class Restorer:
             runtime.scaler.load_state_dict(unpack(self._manifest["scaler"]))
 
     def _undo_conversions(self) -> None:
-        """An optimizer takes state in the type of its parameters; counters and wide moments must stay as they are."""
+        """Restore the dtypes of the saved state: `load_state_dict` casts it to that of the parameters."""
         optimizer = self._runtime.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for number, _, key, value in self._state:
-            taken = optimizer.state[parameters[number]][key]
-            if key != "step" and taken.dtype != value.dtype:
-                optimizer.state[parameters[number]][key] = value.to(taken.device)
+            loaded = optimizer.state[parameters[number]][key]
+            if key != "step" and loaded.dtype != value.dtype:
+                optimizer.state[parameters[number]][key] = value.to(loaded.device)
 
     def _note_changed_groups(self, built: list[dict[str, Any]]) -> None:
-        """Say where the task asks for other values than the checkpoint has, and which of them are used."""
+        """Note for the user where values of the task and the checkpoint differ, and which are used."""
         kept: list[tuple[str, Any, Any]] = []
         replaced: list[tuple[str, Any, Any]] = []
         groups, saved = self._runtime.optimizer.param_groups, self._manifest["optimizer"]["groups"]
         for number, (now, packed, group) in enumerate(zip(built, saved, groups, strict=True)):
             old = {key: unpack(value) for key, value in packed.items()}
             moved = {"lr"} if "initial_lr" in old else set()  # a schedule has changed it since
-            if "base_momentum" in old:  # a schedule that cycles the momentum, too
+            if "base_momentum" in old:  # a schedule that also cycles the momentum
                 moved |= {"momentum", "betas"}
             for key in now.keys() & old.keys() - moved - {*_IMPLEMENTATION}:
                 if _plain(now[key]) != _plain(old[key]):
@@ -263,15 +263,15 @@ class Restorer:
                     row = (f"{name} of group {number}" if len(groups) > 1 else name, now[key], old[key])
                     (kept if _plain(group.get(key)) == _plain(old[key]) else replaced).append(row)
         if kept:
-            self._runtime.notes.append(f"optimizer: {_differences(kept)}: the checkpoint's is used; {_ANEW}")
+            self._runtime.notes.append(f"optimizer: {_differences(kept)}: the checkpoint's is used; {_START_ANEW}")
         if replaced:
             self._runtime.notes.append(
-                f"optimizer: {_differences(replaced)}: the task's is used, because the schedule begins anew for "
+                f"optimizer: {_differences(replaced)}: the task's is used, because the schedule restarts for "
                 f"{self._runtime.total_steps} steps"
             )
 
     def _note_changed_members(self) -> None:
-        """Say which parameters are in other groups than they were: a group's values are those of its number."""
+        """Note parameters that changed groups: a group's values are restored by its index."""
         saved = self._manifest["optimizer"].get("members")
         if saved is None:
             return
@@ -292,48 +292,51 @@ class Restorer:
         now, old = _schedule_settings(self._runtime.schedule.state_dict()), _schedule_settings(saved)
         changed = [(key, now[key], old[key]) for key in now if key in old and now[key] != old[key]]
         if changed:
-            self._runtime.notes.append(f"schedule: {_differences(changed)}: the checkpoint's is used; {_ANEW}")
+            self._runtime.notes.append(f"schedule: {_differences(changed)}: the checkpoint's is used; {_START_ANEW}")
 
     def _finish_schedule(self, built: list[dict[str, Any]]) -> None:
-        """`built` is what the schedule made of the groups before the checkpoint's came."""
+        """Restore the schedule. `built`: the groups after the schedule was built, before the checkpoint was loaded."""
         schedule, saved = self._runtime.schedule, self._manifest["schedule"]
         if schedule is None:
             if saved is not None:
                 rate = self._runtime.optimizer.param_groups[0].get("lr")
                 self._runtime.notes.append(
                     f"schedule: the task has none now, and the checkpoint was saved with one: lr stays at {rate:g}, "
-                    f"which it had reached; {_ANEW}"
+                    f"the value it had reached; {_START_ANEW}"
                 )
             return
         if saved is None:
-            raise CheckpointError("the task has a schedule now, and the checkpoint was saved without one.")
+            raise CheckpointError(
+                "the task has a schedule now, and the checkpoint was saved without one. Leave schedule() out; "
+                f"{_START_ANEW}."
+            )
         same_length = self._manifest.get("total_steps", self._runtime.total_steps) == self._runtime.total_steps
         kind, was = type(schedule).__name__, self._manifest.get("schedule_class")
         if was not in (None, kind):
             if same_length:
                 raise CheckpointError(
                     f"the checkpoint has the state of a {was}, and schedule() of the task now returns a {kind}. Return "
-                    f"that again; {_ANEW}."
+                    f"a {was} again; {_START_ANEW}."
                 )
             self._runtime.notes.append(f"schedule: {was} in the checkpoint, {kind} in the task: the task's is used")
         if saved != "replay" and same_length:
             self._note_changed_schedule(unpack(saved))
             schedule.load_state_dict(unpack(saved))
             return
-        # Its state holds the old length, or cannot be saved: take it through the steps again, from where it began.
+        # The saved state has the old length, or could not be saved: replay the steps from the start.
         groups = self._runtime.optimizer.param_groups
         reached = [group.get("lr") for group in groups]
         for group, values in zip(groups, built, strict=True):
             group.update(values)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no optimizer step went before
+            warnings.simplefilter("ignore")  # torch warns that no optimizer step came first
             for _ in range(int(self._manifest["step"])):
                 schedule.step()
-        gone = [(float(a), float(group["lr"])) for a, group in zip(reached, groups, strict=True) if a is not None]
-        if same_length and any(abs(a - b) > 1e-9 * max(abs(a), abs(b)) for a, b in gone):
+        rates = [(float(a), float(group["lr"])) for a, group in zip(reached, groups, strict=True) if a is not None]
+        if same_length and any(abs(a - b) > 1e-9 * max(abs(a), abs(b)) for a, b in rates):
             raise CheckpointError(
-                f"the schedule cannot be resumed: it has state that only pickle could save, and going through its "
-                f"{self._manifest['step']} steps again gives a rate of {gone[0][1]:.6g} instead of {gone[0][0]:.6g}."
+                f"the schedule cannot be resumed: it has state that only pickle could save, and replaying its "
+                f"{self._manifest['step']} steps gives a rate of {rates[0][1]:.6g} instead of {rates[0][0]:.6g}."
             )
 
 
@@ -343,14 +346,14 @@ def _differences(changed: list[tuple[str, Any, Any]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a parameter group such that equal ones compare equal, whatever holds them."""
+    """A value of a parameter group in a form that compares by content: tensors and tuples become lists."""
     if isinstance(value, Tensor):
         return value.tolist()
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _schedule_settings(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a schedule, and of the ones it is made up of, by name."""
+    """The settings in a schedule's state and in those of its parts, by name."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if key == "_schedulers":
@@ -361,8 +364,8 @@ def _schedule_settings(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _extra_state(runtime: MeshRuntime) -> dict[str, Any]:
-    """What modules add to their state dict by themselves, where it is plain."""
+def _extra_state(runtime: Runtime) -> dict[str, Any]:
+    """The values that modules return from `get_extra_state`."""
     found = {}
     for path, module in runtime.model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -370,25 +373,18 @@ def _extra_state(runtime: MeshRuntime) -> dict[str, Any]:
     return found
 
 
-def _set_extra_state(runtime: MeshRuntime, saved: Mapping[str, Any]) -> None:
+def _set_extra_state(runtime: Runtime, saved: Mapping[str, Any]) -> None:
     for path, value in saved.items():
         runtime.model.get_submodule(path).set_extra_state(unpack(value))
 
 
-def optimizer_parameters(runtime: MeshRuntime) -> Iterator[tuple[str, nn.Parameter]]:
-    """The optimizer's parameters with the names that the module has for them."""
-    slices = runtime.parameter_slices()  # zero1's optimizer sees parts of the parameters
+def optimizer_parameters(runtime: Runtime) -> Iterator[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters with their names in the module."""
+    slices = runtime.parameter_slices  # zero1's optimizer holds slices of the parameters
     names = {id(slices.get(id(p), p)): name for name, p in runtime.model.named_parameters()}
     for group in runtime.optimizer.param_groups:
         for parameter in group["params"]:
             yield names[id(parameter)], parameter
-
-
-def topology(layout: Layout) -> dict[str, Any]:
-    """What must be the same for a run to go on bit by bit."""
-    found = {"axes": layout.axes, "zero": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
-    alone = {"kind": layout.kind, "servers": layout.servers, "devices": layout.devices}
-    return found if layout.kind == "mesh" else {**found, **alone}
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,26 +1,31 @@
-"""What a run leaves behind of the model: whole weights under the module's own names."""
+"""The full weights at the end of a run, under the module's own names."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from rung.checkpoint.files import Entry, bytes_of, header_of, partial_file, wide_first
-from rung.disk import free_bytes, is_full, reason, room
 from rung.errors import CheckpointError
-from rung.runtime.mesh import MeshRuntime
+from rung.runtime.base import Runtime
+from rung.system.disk import free_bytes, is_full, reason, room
+
+_COMPLEX128 = "complex128"  # the key of the file's metadata that lists names of that type
 
 
-def save_weights(runtime: MeshRuntime, path: Path, *, step: int | None = None) -> None:
+def save_weights(runtime: Runtime, path: Path, *, step: int | None = None) -> None:
     """Write a safetensors file that loads with strict=True into the bare module.
 
-    All ranks take part, because sharded tensors are gathered one by one; the main one writes each before the next
-    comes, so it needs room for one. Tied weights are written under each of their names. Where the disk does not take
-    the file, all ranks raise the same CheckpointError, and what was there before stays.
+    Collective: sharded tensors are gathered one by one, and the main rank writes each before the next, so that it needs
+    memory for one. Tied weights are written under each of their names. If writing fails, all ranks raise the same
+    CheckpointError, and an older file stays.
     """
     world, weights = runtime.world, runtime.named_weights()
     error = None
@@ -28,17 +33,28 @@ def save_weights(runtime: MeshRuntime, path: Path, *, step: int | None = None) -
         state = runtime.model.state_dict().items()
         entries = wide_first([Entry(k, v.dtype, tuple(v.shape)) for k, v in state if isinstance(v, Tensor)])
         try:
-            _write(path, entries, weights, {} if step is None else {"step": str(step)})
+            metadata = {} if step is None else {"step": str(step)}
+            if raw := [entry.key for entry in entries if entry.dtype == torch.complex128]:
+                metadata[_COMPLEX128] = json.dumps(raw)
+            _write(path, entries, weights, metadata)
         except OSError as problem:
             error = f"{path} could not be written: {reason(problem)}"
             if is_full(problem):
                 needed = sum(entry.num_bytes for entry in entries)
                 error += f"; {room(needed, free_bytes(path), quota=problem.errno == errno.EDQUOT)}"
-    for _ in weights:  # of the main rank, what was left when it failed: the others take part in every gather
+    for _ in weights:  # after an error on the main rank: the others still wait in the remaining gathers
         pass
     error = world.gather_objects(error)[0]
     if error is not None:
         raise CheckpointError(f"{error}.")
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """Load a file of `save_weights`. It has complex128, which safetensors lacks, as bytes, listed in its metadata."""
+    with safe_open(path, framework="pt") as file:
+        raw = json.loads((file.metadata() or {}).get(_COMPLEX128, "[]"))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors | {name: tensors[name].view(torch.complex128).squeeze(-1) for name in raw}
 
 
 def _write(path: Path, entries: list[Entry], weights: Iterator[tuple[str, Tensor]], metadata: dict[str, str]) -> None:
@@ -51,9 +67,9 @@ def _write(path: Path, entries: list[Entry], weights: Iterator[tuple[str, Tensor
         with partial.open("wb") as file:
             file.write(text)
             for name, tensor in weights:
-                file.seek(places.pop(name))
+                file.seek(places.pop(name))  # weights come in the module's order, the file has wide types first
                 if tensor.numel() > 0:
                     file.write(bytes_of(tensor).numpy().data)
             file.flush()
-            os.fsync(file.fileno())  # a disk that fills may say so only now
+            os.fsync(file.fileno())  # a full disk may be reported only now
         assert not places, "named_weights goes through the state dict"

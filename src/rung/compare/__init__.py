@@ -1,1 +1,1 @@
-"""`rung compare`: one job under several strategies, measured in fresh processes and told as figures."""
+"""`rung compare`: measures one job under several strategies, each in fresh processes."""

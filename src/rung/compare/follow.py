@@ -1,4 +1,4 @@
-"""The messages of one step: what is sent, for how long it is under way, and how much of that computing hides."""
+"""The messages of one step: their bytes, how long they take, and how much of that is hidden behind computation."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from rung.compare.spans import hidden_seconds
-from rung.record import Message, Recorder
-from rung.runtime.mesh import MeshRuntime
-from rung.status import StatusWriter
-from rung.trace import Sent, Trace
-from rung.windows import Window
-from rung.world import World
+from rung.data.batch_shard import LocalBatch
+from rung.distributed.status_board import StatusWriter
+from rung.distributed.world import World
+from rung.planner.recorder import Message, Recorder
+from rung.planner.trace import Sent, Trace
+from rung.runtime.base import Runtime
 
-Stretches = list[tuple[float, float]]
+Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Messages of one kind in a step."""
+class MessageTally:
+    """The messages of one collective over one axis in one phase of a step."""
 
     collective: str
     axis: str
@@ -36,82 +35,87 @@ class Tally:
     num_bytes: int
 
     def as_json(self) -> dict[str, Any]:
-        told = asdict(self)
-        return {**{key: value for key, value in told.items() if key != "num_bytes"}, "bytes": self.num_bytes}
+        values = asdict(self)
+        values["bytes"] = values.pop("num_bytes")
+        return values
 
 
 @dataclass(frozen=True)
-class Followed:
-    """What one rank sends in a step. `exposed_seconds` is known here only where the host does not wait for messages."""
+class RankMessages:
+    """One rank's messages in a step. `exposed_seconds` is None where the host waits: then the timed run measures it."""
 
-    messages: list[Tally]
+    messages: list[MessageTally]
     hidden_seconds: float
     exposed_seconds: float | None = None
 
 
 def follow_messages(
-    runtime: MeshRuntime, world: World, status: StatusWriter, windows: tuple[Window, Window]
-) -> Followed:
-    """The messages of a step whose gradient norm is asked for, and for how long they travelled unnoticed.
+    runtime: Runtime, world: World, status: StatusWriter, windows: tuple[LocalBatch, LocalBatch]
+) -> RankMessages:
+    """Count the messages of a step that computes the gradient norm, and measure the time hidden behind computation.
 
-    Not to be the second step of a run: DDP arranges its buckets anew in that one, and sends a little for it. With NCCL
-    the device waits, not the host; a second step then tells which of its kernels were messages.
+    It must not be the second step of a run, in which DDP rebuilds its buckets and sends a little for it. With NCCL the
+    device waits, not the host: a profile of a second step shows which kernels were messages.
     """
     if world.backend == "nccl":
-        with Recorder(world, status) as recorder:
+        recorder = Recorder(world, status)
+        recorder.follow(runtime)
+        with recorder:
             runtime.step(windows[0], want_norm=True)
-        sent, computed = _kernels(runtime, windows[1])
-        exposed = hidden_seconds(sent, computed)  # what one hides is what the other leaves
-        return Followed(tally(recorder.messages), _length(sent) - exposed, exposed)
+        sent, computed = _kernel_times(runtime, windows[1])
+        exposed = hidden_seconds(sent, computed)  # the time of messages outside compute kernels
+        return RankMessages(tally(recorder.messages), _length(sent) - exposed, exposed)
     log: list[tuple[str, float, float]] = []
     runtime.clock.log = log
+    timer = _CollectiveTimer(world, status)
+    timer.follow(runtime)
     try:
-        with _Works(world, status) as works:
+        with timer:
             runtime.step(windows[0], want_norm=True)
     finally:
         runtime.clock.log = None
     waits = [(start, end) for what, start, end in log if what == "wait"]
-    return Followed(tally(works.messages), hidden_seconds(works.finished(), waits))
+    return RankMessages(tally(timer.messages), hidden_seconds(timer.finished(), waits))
 
 
-def _kernels(runtime: MeshRuntime, window: Window) -> tuple[Stretches, Stretches]:
-    """When the device sent, and when it computed, in seconds."""
+def _kernel_times(runtime: Runtime, window: LocalBatch) -> tuple[Intervals, Intervals]:
+    """The time spans of NCCL kernels and of all others in one step, in seconds."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         runtime.step(window)
         torch.cuda.synchronize()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    sent: Stretches = []
-    computed: Stretches = []
+    sent: Intervals = []
+    computed: Intervals = []
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() == DeviceType.CUDA:
             start = event.start_ns() / 1e9
-            place = sent if "nccl" in event.name().lower() else computed
-            place.append((start, start + event.duration_ns() / 1e9))
+            kernels = sent if "nccl" in event.name().lower() else computed
+            kernels.append((start, start + event.duration_ns() / 1e9))
     return sent, computed
 
 
-def _length(stretches: Iterable[tuple[float, float]]) -> float:
-    return hidden_seconds(stretches, [])
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return hidden_seconds(intervals, [])
 
 
 def messages_of(trace: Trace, start: int) -> list[Message]:
-    """What was sent and received from an event on."""
+    """The messages of a trace from its event number `start` on."""
     return [event.message for event in trace.events[start:] if isinstance(event, Sent)]
 
 
-def tally(messages: list[Message]) -> list[Tally]:
-    """Messages of one operation, over the same ranks and in the same phase are told together."""
+def tally(messages: list[Message]) -> list[MessageTally]:
+    """Sum the calls and bytes of messages by operation, axis and phase."""
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for message in messages:
         found = sums[message.operation, message.axis, message.phase]
         found[0] += 1
         found[1] += message.num_bytes
-    return [Tally(*key, calls, num_bytes) for key, (calls, num_bytes) in sums.items()]
+    return [MessageTally(*key, calls, num_bytes) for key, (calls, num_bytes) in sums.items()]
 
 
-class _Works(Recorder):  # type: ignore[no-untyped-call]
-    """Follows every collective from its call to its end."""
+class _CollectiveTimer(Recorder):  # type: ignore[no-untyped-call]
+    """Records when each collective was called and when it completed."""
 
     def __init__(self, world: World, status: StatusWriter) -> None:
         super().__init__(world, status)
@@ -125,7 +129,7 @@ class _Works(Recorder):  # type: ignore[no-untyped-call]
             if type(work).__name__ == "ScriptObject":
                 times = [started]
                 self._open.append(times)
-                # gloo does not tell of a reduce-scatter when it has ended; those of FSDP are waited for at once.
+                # gloo does not report the end of a reduce-scatter. FSDP waits for it at once, so none is hidden.
                 with contextlib.suppress(RuntimeError):
                     future = dist.Work.unbox(work).get_future()
                     future.then(lambda _: times.append(time.perf_counter()))

@@ -1,7 +1,7 @@
-"""What one rank measures: a run with nothing in its way, and a look at a few steps with every instrument.
+"""What one rank measures: a timed run without instruments, then a few profiled steps with all of them.
 
-The two are apart because instruments cost time. Both are real: the world, the runtime and the loop are those of a
-training job, and no strategy is known here.
+They are separate because instruments cost time. Both use the world, the runtime and the loop of a training job; nothing
+here depends on the strategy.
 """
 
 from __future__ import annotations
@@ -10,37 +10,36 @@ import contextlib
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from rung.batches import Batches
 from rung.checkpoint import SaveRecord, save_weights
-from rung.compare.follow import Followed, follow_messages
+from rung.compare.follow import RankMessages, follow_messages
+from rung.compare.report.data import KINDS
 from rung.compare.spans import Span, spans_of_step
-from rung.compare.threads import WatchedThreads
-from rung.environment import environment_local_size, environment_rank, environment_size
-from rung.launch.rank import speak_into
-from rung.loop import run
-from rung.metrics import EvalRecord, JsonLines, Observer, StepRecord, peak_memory_bytes
+from rung.compare.threads import TracedThreads
+from rung.data.batch_shard import LocalBatch
+from rung.data.batches import Batches
+from rung.distributed.status_board import StatusWriter
+from rung.distributed.world import World, open_world
+from rung.launch.entrypoint import redirect_output
 from rung.planner.dryrun import take_two_steps
 from rung.planner.memory import ROUNDING, find_peak
 from rung.runtime import LocalStep, Runtime, build_runtime
-from rung.runtime.data_parallel import DataParallelRuntime
-from rung.runtime.mesh import MeshRuntime
-from rung.runtime.pipeline import PipelineRuntime
-from rung.status import StatusWriter
-from rung.strategy import parse
-from rung.task import Task
-from rung.train import Job, dropout_seed, make_batches, work_for_servers
-from rung.windows import Window
-from rung.world import World, open_world
+from rung.spec.abilities import can, has_common_steps, works_at_own_pace
+from rung.spec.strategy import parse
+from rung.spec.task import Task
+from rung.system.launcher_env import environment_local_size, environment_rank, environment_size
+from rung.train.loop import Outputs, Persistence, run
+from rung.train.metrics import EvalRecord, JsonLines, Observer, StepRecord, peak_memory_bytes
+from rung.train.worker import RankJob, dropout_seed, make_batches, run_facts, work_for_servers
 
-Tell = Callable[[Any], None]
-_WARM_STEPS, _STAMPED_STEPS = 2, 5  # of a look, after those that are traced
-# What the tracer tells apart, as a reader sees it. Parameters are what is held of them, gathered or not.
+Send = Callable[[Any], None]  # sends a value to the process that started the ranks
+_WARM_STEPS, _STAMPED_STEPS = 2, 5  # of a profile, after the traced steps
+# The tracer's kinds as the report shows them; the others are "other". Gathered parameters count as parameters.
 _KINDS = {
     "parameters": "parameters",
     "gathered": "parameters",
@@ -48,121 +47,111 @@ _KINDS = {
     "optimizer": "optimizer",
     "activations": "activations",
 }
-KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
 
 
 @dataclass(frozen=True)
-class RankFigures:
-    """What one rank has to tell of a measured run."""
+class RankMeasurement:
+    """One rank's figures of a timed run."""
 
     rank: int
     records: list[StepRecord]
-    phases: list[dict[str, float]]  # of each step: this rank's own seconds
-    waited: list[float]  # of each step: seconds that it waited for others
-    first_step_at: float  # on the steady clock that all processes of a machine share
+    phases: list[dict[str, float]]  # of each step: seconds of this rank's own work
+    waited: list[float]  # of each step: seconds of waiting for other ranks
+    first_step_at: float  # perf_counter, which all processes of a machine share
     peak_bytes: int  # of the allocator on a GPU, else of the process
     process_bytes: int
-    grown_bytes: int  # by which the process was larger at its peak than before it had built anything
+    grown_bytes: int  # growth of the process from before the model was built to its peak
     state_bytes: dict[str, int]
     traffic: dict[str, dict[str, int]]
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one rank has to tell of a few steps that were looked at closely."""
+class RankProfile:
+    """One rank's figures of a few profiled steps."""
 
     rank: int
-    kinds: dict[str, int] | None  # bytes at the peak; None where no tracer sees what the strategy does
-    followed: Followed | None  # its messages, likewise
-    steps: list[list[Span]]  # each with its spans
+    kinds: dict[str, int] | None  # bytes at the peak; None if the tracer cannot see the strategy's operations
+    followed: RankMessages | None  # None likewise
+    steps: list[list[Span]]
 
 
-def take_run(job: Job, keep_weights: bool, tell: Tell) -> RankFigures:
-    """A whole run, and its figures. `tell` gets the number of each step that rank 0 has taken."""
+def timed_run(job: RankJob, keep_weights: bool, send: Send) -> RankMeasurement:
+    """Run the job and measure it. Rank 0 sends the number of each finished step."""
     before = _resident_bytes()
     assert job.run_dir is not None
     folder = Path(job.run_dir)
-    speak_into(folder / "logs" / f"rank-{environment_rank()}.log", job.strategy)
-    with _built(job) as (task, world, runtime, batches, status):
+    redirect_output(folder / "logs" / f"rank-{environment_rank()}.log", job.strategy)
+    with _open_runtime(job) as (task, world, runtime, batches, status):
         if runtime is None:
             work_for_servers(task, world, job.config, status)
-            return _figures_of(world, None, [], [], before)
-        noted = _Noted(runtime, tell if world.is_main else lambda step: None)
-        kept = _Kept()
-        observers: list[Observer] = [kept]
+            return _measurement(world, None, [], [], before)
+        recording = _RecordingRuntime(runtime, send if world.is_main else lambda step: None)
+        collector = _StepCollector()
+        observers: list[Observer] = [collector]
         if world.is_main:
             observers.append(JsonLines(folder / "metrics.jsonl"))
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
 
-        figures: list[RankFigures] = []
+        figures: list[RankMeasurement] = []
 
         def finish(step: int) -> None:
-            figures.append(_figures_of(world, runtime, noted.phases, noted.waited, before))
+            # Before the weights are saved: gathering them takes memory of its own.
+            figures.append(_measurement(world, runtime, recording.phases, recording.waited, before))
             if keep_weights:
                 save_weights(runtime, folder / "model.safetensors", step=step)
 
-        facts = {
-            "task": task.name,
-            "strategy": world.layout.name,
-            "ranks": world.size,
-            "device": world.device.type,
-            "parameters": runtime.facts.num_trainable + runtime.facts.num_frozen,
-            "buffers": runtime.facts.buffer_names,
-        }
         runtime.begin(0, batches)
         run(
-            cast(Runtime, noted),
+            cast(Runtime, recording),
             batches,
             world=world,
             config=job.config,
-            observers=observers,
-            facts=facts,
-            status=status,
-            at_end=finish,
+            outputs=Outputs(observers, run_facts(task, world, runtime.facts), status),
+            persistence=Persistence(at_end=finish),
         )
         for observer in observers:
             observer.close()
-        runtime.dismiss(stopped=False)
+        runtime.close(stopped=False)
         world.barrier()
-    return replace(figures[0], records=kept.records, first_step_at=noted.first_step_at)
+    return replace(figures[0], records=collector.records, first_step_at=recording.first_step_at)
 
 
-def look_closely(job: Job, tell: Tell) -> Look | None:
-    """Two steps under a tracer, as the planner pretends them; then some with every phase and wait stamped, and one
-    that follows each message from the moment it is handed over to the moment it has arrived.
+def profile_steps(job: RankJob, send: Send) -> RankProfile | None:
+    """Trace two steps as the planner's dry run does, then time the phases and waits of a few, then follow the messages
+    of one from call to completion.
 
-    What a rank waits for is communication that is not hidden. What a message takes beyond that is hidden behind
-    computing. Of messages between neighbours only the waits are counted: they are handed over long before there is
-    anything to send.
+    Time that a rank waits for a message is exposed communication; the rest of the message's time is hidden behind
+    computation. For messages between pipeline neighbours only the waits count: a receive is posted long before there
+    is anything to receive.
     """
     assert job.run_dir is not None
-    speak_into(Path(job.run_dir) / "logs" / f"rank-{environment_rank()}.log", f"{job.strategy}, looked at closely")
-    with _built(job) as (_, world, runtime, batches, status):
-        if runtime is None or world.layout.kind == "ps-async":
+    redirect_output(Path(job.run_dir) / "logs" / f"rank-{environment_rank()}.log", f"{job.strategy}, profiled")
+    with _open_runtime(job) as (_, world, runtime, batches, status):
+        if runtime is None or not has_common_steps(world.layout):
             return None
         kinds, followed = None, None
         runtime.begin(0, batches)
         if _can_be_traced(world):
-            traced = take_two_steps(_watched(runtime), world, status, batches)
-            tell("traced")
+            traced = take_two_steps(_with_traced_threads(runtime), world, status, batches)
+            send("traced")
             rounding = ROUNDING if world.device.type == "cuda" else 1
-            kinds = _as_read(find_peak(traced.trace, rounding=rounding).by_kind)
+            kinds = _by_report_kind(find_peak(traced.trace, rounding=rounding).by_kind)
         windows = runtime.place(batches)
         for _ in range(_WARM_STEPS):
             runtime.step(next(windows))
-        steps = [_stamped(runtime, next(windows)) for _ in range(_STAMPED_STEPS)]
-        if world.layout.kind == "mesh":
+        steps = [_timed_spans(runtime, next(windows)) for _ in range(_STAMPED_STEPS)]
+        if can(world.layout, "trace"):
             followed = follow_messages(runtime, world, status, (next(windows), next(windows)))
-        runtime.dismiss(stopped=False)
+        runtime.close(stopped=False)
         world.barrier()
-    return Look(world.rank, kinds, followed, steps)
+    return RankProfile(world.rank, kinds, followed, steps)
 
 
 @contextlib.contextmanager
-def _built(job: Job) -> Iterator[tuple[Task, World, MeshRuntime | None, Batches, StatusWriter]]:
-    """A rank of the job, ready for its first step. No runtime where a trainer works for servers at its own pace."""
+def _open_runtime(job: RankJob) -> Iterator[tuple[Task, World, Runtime | None, Batches, StatusWriter]]:
+    """Build a rank of the job, ready for its first step. The runtime is None for a trainer that works for parameter
+    servers at its own pace."""
     config, status, task = job.config, StatusWriter(), job.load()
     layout = parse(job.strategy, environment_size(), environment_local_size(), config.schedule, config.servers)
     with open_world(
@@ -173,7 +162,7 @@ def _built(job: Job) -> Iterator[tuple[Task, World, MeshRuntime | None, Batches,
         rpc_host=config.rpc_host,
     ) as world:
         batches = make_batches(task, config, world)
-        if layout.kind == "ps-async" and not world.is_server:
+        if works_at_own_pace(layout, world.rank):
             yield task, world, None, batches, status
             return
         dataset = None if batches.is_stream else batches.dataset
@@ -182,35 +171,36 @@ def _built(job: Job) -> Iterator[tuple[Task, World, MeshRuntime | None, Batches,
         yield task, world, runtime, batches, status
 
 
-# -- a run -----------------------------------------------------------------------------------------------------------
+# -- timed run -------------------------------------------------------------------------------------------------------
 
 
-class _Noted:
-    """A runtime whose steps are noted. All else is the runtime's own."""
+class _RecordingRuntime:
+    """Wraps a runtime and records the phases and waits of each step."""
 
-    def __init__(self, runtime: MeshRuntime, tell: Tell) -> None:
-        self._runtime, self._tell = runtime, tell
+    def __init__(self, runtime: Runtime, send: Send) -> None:
+        self._runtime, self._send = runtime, send
+        runtime.clock.every_step = True
         self.phases: list[dict[str, float]] = []
         self.waited: list[float] = []
         self.first_step_at = 0.0
 
-    def step(self, window: Window, *, want_norm: bool = False) -> LocalStep:
+    def step(self, window: LocalBatch, *, want_norm: bool = False) -> LocalStep:
         result = self._runtime.step(window, want_norm=want_norm)
         if not self.phases:
             if result.loss_share.is_cuda:
-                torch.cuda.synchronize()
+                torch.cuda.synchronize()  # the first step ends when the GPU has finished it
             self.first_step_at = time.perf_counter()
         self.phases.append(self._runtime.phase_seconds())
         self.waited.append(self._runtime.clock.waited_seconds)
-        self._tell(window.step)
+        self._send(window.step)
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
 
-class _Kept:
-    """An observer that remembers."""
+class _StepCollector:
+    """An observer that collects the step records."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
@@ -231,12 +221,12 @@ class _Kept:
     def close(self) -> None: ...
 
 
-def _figures_of(
-    world: World, runtime: MeshRuntime | None, phases: list[dict[str, float]], waited: list[float], before: int
-) -> RankFigures:
+def _measurement(
+    world: World, runtime: Runtime | None, phases: list[dict[str, float]], waited: list[float], before: int
+) -> RankMeasurement:
     on_gpu = world.device.type == "cuda"
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return RankFigures(
+    return RankMeasurement(
         rank=world.rank,
         records=[],
         phases=phases,
@@ -247,7 +237,6 @@ def _figures_of(
         grown_bytes=max(0, resident - before),
         state_bytes=runtime.state_bytes() if runtime is not None else {},
         traffic={name: one.as_json() for name, one in runtime.traffic().items()} if runtime is not None else {},
-        notes=list(runtime.notes) if runtime is not None else [],
     )
 
 
@@ -255,29 +244,33 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-# -- a look ----------------------------------------------------------------------------------------------------------
+# -- profile ---------------------------------------------------------------------------------------------------------
 
 
 def _can_be_traced(world: World) -> bool:
-    """On a GPU, the threads of replicas and of calls between processes are not seen; on the CPU all but the backward
-    of rpc-pp is, in which hardly more is alive than at the end of its forwards."""
-    return world.layout.kind == "mesh" or world.device.type == "cpu"
+    """Whether the tracer sees the strategy's operations.
+
+    On a GPU it misses the threads of dp's replicas and of RPC. On the CPU it misses only the backward of rpc-pp, in
+    which hardly more memory is alive than after its forwards.
+    """
+    return can(world.layout, "trace") or world.device.type == "cpu"
 
 
-def _watched(runtime: MeshRuntime) -> MeshRuntime:
-    return cast(MeshRuntime, WatchedThreads(runtime)) if isinstance(runtime, DataParallelRuntime) else runtime
+def _with_traced_threads(runtime: Runtime) -> Runtime:
+    threads = runtime.replica_threads
+    return cast(Runtime, TracedThreads(runtime, threads)) if threads is not None else runtime
 
 
-def _as_read(kinds: dict[str, int]) -> dict[str, int]:
+def _by_report_kind(kinds: dict[str, int]) -> dict[str, int]:
     found = dict.fromkeys(KINDS, 0)
     for kind, num_bytes in kinds.items():
         found[_KINDS.get(kind, "other")] += num_bytes
     return found
 
 
-def _stamped(runtime: MeshRuntime, window: Window) -> list[Span]:
-    """One step with every phase and wait in it, and for a pipeline every micro-batch on every stage."""
-    stages = runtime.stages if isinstance(runtime, PipelineRuntime) else []
+def _timed_spans(runtime: Runtime, window: LocalBatch) -> list[Span]:
+    """Take one step and return its phases and waits; for a pipeline also every micro-batch on every stage."""
+    stages = runtime.stages
     for stage in stages:
         stage.log = []
     log: list[tuple[str, float, float]] = []

@@ -1,4 +1,4 @@
-"""Runs what is compared: in fresh processes, one after the other, in turns. What fails is a row like the others."""
+"""Runs the variants of a comparison in turns, each in fresh processes. A failure becomes a row like the others."""
 
 from __future__ import annotations
 
@@ -7,45 +7,44 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rung.compare.measure import Look, RankFigures, look_closely, take_run
+from safetensors import safe_open
+
+from rung.compare.measure import RankMeasurement, RankProfile, profile_steps, timed_run
+from rung.compare.report.runs import ROW_FILE, WHOLE_FILE
 from rung.compare.rows import failed_row, loss_difference, make_row, without_infinities
 from rung.compare.variants import REFERENCE, Variant
-from rung.launch.crew import CrewFailed, on_ranks
-from rung.train import Job
+from rung.launch.spawn import RankFailedError, on_ranks
+from rung.spec.abilities import has_common_steps
+from rung.train.worker import RankJob
 
-ROW_FILE = "comparison-row.json"
-WHOLE_FILE = "comparison.json"
 _WEIGHTS = "model.safetensors"
-_LOOK_STEPS = 12
-_LONGEST_REASON = 400
+_PROFILE_STEPS = 12
+_MAX_REASON = 400
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Problem|Failed|Exit|Interrupt|Warning))(?:: (.*))?$")
 
-Tell = Callable[[str, int], None]  # what is going on, and how many steps of it are done
+OnProgress = Callable[[str, int], None]  # (description of the run, its finished steps)
 
 
 @dataclass
-class Measured:
-    """What is known of one variant so far."""
+class MeasuredRun:
+    """The measurements of one variant so far."""
 
     variant: Variant
-    runs: list[list[RankFigures]] = field(default_factory=list)
-    started: list[float] = field(default_factory=list)
+    runs: list[list[RankMeasurement]] = field(default_factory=list)
+    started: list[float] = field(default_factory=list)  # perf_counter before the processes of each run
     folders: list[Path] = field(default_factory=list)
-    looks: list[Look] = field(default_factory=list)
+    profiles: list[RankProfile] = field(default_factory=list)
     failed: str | None = None
-    not_looked: str | None = None  # why its memory and messages are not told apart
-
-    @property
-    def is_going(self) -> bool:
-        return self.failed is None
+    not_profiled: str | None = None  # why there is no memory by kind and no count of messages
 
 
 @dataclass(frozen=True)
 class Bench:
-    """How a comparison is made. `folder` keeps what each run leaves behind."""
+    """The settings of a comparison. Each run writes into its own directory in `folder`."""
 
     task_path: str
     arguments: dict[str, Any]
@@ -54,130 +53,128 @@ class Bench:
     warmup: int
     on_gpu: bool
 
-    def compare(self, variants: list[Variant], tell: Tell) -> list[Measured]:
-        """Every variant once, then every variant again: what disturbs the machine for a while disturbs all alike."""
-        on_ranks(_nothing, 1)  # the fork server has imported everything when the first run starts
-        found = [Measured(variant, failed=variant.refused) for variant in variants]
+    def compare(self, variants: list[Variant], on_progress: OnProgress) -> list[MeasuredRun]:
+        """Run every variant once, then every variant again, so that other load on the machine affects all alike."""
+        on_ranks(_nothing, 1)  # wait for the fork server's imports, which would count as the first run's start
+        measured = [MeasuredRun(variant, failed=variant.refused) for variant in variants]
         for repeat in range(1, self.repeats + 1):
-            for one in found:
-                if one.is_going:
-                    self._measure(one, repeat, tell)
-        for one in found:
-            if one.is_going and one.variant.layout is not None and one.variant.layout.kind != "ps-async":
-                self._look(one, tell)
-        return found
+            for one in measured:
+                if one.failed is None:
+                    self._measure(one, repeat, on_progress)
+        for one in measured:
+            if one.failed is None and one.variant.layout is not None and has_common_steps(one.variant.layout):
+                self._profile(one, on_progress)
+        return measured
 
-    def _measure(self, one: Measured, repeat: int, tell: Tell) -> None:
+    def _measure(self, one: MeasuredRun, repeat: int, on_progress: OnProgress) -> None:
         variant = one.variant
         folder = self._new_folder(f"{file_name(variant.text)}-{repeat}")
         what = f"{variant.text}, run {repeat} of {self.repeats}"
-        tell(what, 0)
+        on_progress(what, 0)
         job = self._job(variant, folder)
         started = time.perf_counter()
+        timeout = float(variant.config.timeout)
+        keep_weights = repeat == 1  # `rows` compares those of the first repeat with one process
         try:
-            timeout = float(variant.config.timeout)
             ranks = on_ranks(
-                take_run, variant.num_ranks, job, repeat == 1, listen=lambda step: tell(what, step), timeout=timeout
+                timed_run, variant.num_ranks, job, keep_weights, listen=partial(on_progress, what), timeout=timeout
             )
-        except CrewFailed as error:
-            self._fail(one, folder, error)
+        except RankFailedError as error:
+            (folder / "failure.txt").write_text(f"{error}\n")
+            one.failed = reason_of(error, variant.num_ranks)
             return
         one.runs.append(ranks)
         one.started.append(started)
         one.folders.append(folder)
 
-    def _look(self, one: Measured, tell: Tell) -> None:
+    def _profile(self, one: MeasuredRun, on_progress: OnProgress) -> None:
         variant = one.variant
-        tell(f"{variant.text}, looked at closely", 0)
+        on_progress(f"{variant.text}, profiled", 0)
         folder = self._new_folder(f"{file_name(variant.text)}-look")
-        config = replace(variant.config, steps=_LOOK_STEPS, epochs=None)
+        config = replace(variant.config, steps=_PROFILE_STEPS, epochs=None)
         job = replace(self._job(variant, folder), config=config)
         try:
-            looks = on_ranks(look_closely, variant.num_ranks, job, listen=lambda _: None, timeout=float(config.timeout))
-        except CrewFailed as error:
+            # `listen` ignores the values: their arrival alone restarts the timeout.
+            profiles = on_ranks(
+                profile_steps, variant.num_ranks, job, listen=lambda _: None, timeout=float(config.timeout)
+            )
+        except RankFailedError as error:
             (folder / "failure.txt").write_text(f"{error}\n")
-            one.not_looked = reason_of(error, variant.num_ranks)
+            one.not_profiled = reason_of(error, variant.num_ranks)
             return
-        one.looks = [look for look in looks if look is not None]
-
-    def _fail(self, one: Measured, folder: Path, error: CrewFailed) -> None:
-        (folder / "failure.txt").write_text(f"{error}\n")
-        one.failed = reason_of(error, one.variant.num_ranks)
+        one.profiles = [profile for profile in profiles if profile is not None]
 
     def _new_folder(self, name: str) -> Path:
         folder = self.folder / name
         (folder / "logs").mkdir(parents=True)
         return folder
 
-    def _job(self, variant: Variant, folder: Path) -> Job:
-        return Job(self.task_path, variant.strategy, variant.config, self.arguments, str(folder))
+    def _job(self, variant: Variant, folder: Path) -> RankJob:
+        return RankJob(self.task_path, variant.strategy, variant.config, self.arguments, str(folder))
 
-    def rows(self, found: list[Measured]) -> list[dict[str, Any]]:
-        """The figures of all, each held against one process."""
-        rows = [self._row(one) for one in found]
+    def rows(self, measured: list[MeasuredRun]) -> list[dict[str, Any]]:
+        """One row of figures for each variant, with its speed-up and differences from one process."""
+        rows = [self._row(one) for one in measured]
         reference = next(
             (n for n, row in enumerate(rows) if row["strategy"] == REFERENCE and row["status"] == "ok"), None
         )
         if reference is not None:
-            base, base_folder = rows[reference], found[reference].folders[0]
-            for one, row in zip(found, rows, strict=True):
+            base, base_folder = rows[reference], measured[reference].folders[0]
+            for one, row in zip(measured, rows, strict=True):
                 if row["status"] == "ok":
                     row["speedup"] = base["step_seconds"]["median"] / row["step_seconds"]["median"]
                     row["largest_difference"] = {
                         "loss": loss_difference(row["losses"], base["losses"]),
                         "parameters": weight_difference(one.folders[0] / _WEIGHTS, base_folder / _WEIGHTS),
                     }
-        for one in found:
+        for one in measured:
             for folder in one.folders:
-                (folder / _WEIGHTS).unlink(missing_ok=True)  # they were for comparing, and may be large
+                (folder / _WEIGHTS).unlink(missing_ok=True)  # only needed for the comparison above, and may be large
         return [without_infinities(row) for row in rows]
 
-    def _row(self, one: Measured) -> dict[str, Any]:
+    def _row(self, one: MeasuredRun) -> dict[str, Any]:
         if one.failed is not None:
             return failed_row(one.variant, one.failed)
-        return make_row(one.variant, one.runs, one.started, one.looks, warmup=self.warmup, on_gpu=self.on_gpu)
+        return make_row(one.variant, one.runs, one.started, one.profiles, warmup=self.warmup, on_gpu=self.on_gpu)
 
 
-def keep_rows(found: list[Measured], document: dict[str, Any], folder: Path) -> None:
-    """The comparison in the directory of all runs; in that of each, as far as it is about this run."""
+def keep_rows(measured: list[MeasuredRun], document: dict[str, Any], folder: Path) -> None:
+    """Write the comparison into the directory of all runs, and each row into the directories of its runs."""
     (folder / WHOLE_FILE).write_text(json.dumps(document, indent=1) + "\n")
-    for one, row in zip(found, document["rows"], strict=True):
+    for one, row in zip(measured, document["rows"], strict=True):
         for own in one.folders:
-            told = {**document, "rows": [row]}
-            (own / ROW_FILE).write_text(json.dumps(told, indent=1) + "\n")
+            (own / ROW_FILE).write_text(json.dumps({**document, "rows": [row]}, indent=1) + "\n")
 
 
 def file_name(text: str) -> str:
     return re.sub(r"[^a-z0-9.+]+", "-", text.lower())
 
 
-def reason_of(error: CrewFailed, num_ranks: int) -> str:
-    """A failure in a line: the exception's own words, which rank, and what to think of a process that was killed."""
+def reason_of(error: RankFailedError, num_ranks: int) -> str:
+    """A failure in one line: the rank and the exception's message, or how the process ended."""
     who = f"rank {error.rank}" if num_ranks > 1 else "it"
     if not error.error:
         hint = "; the machine may be out of memory" if "SIGKILL" in error.what else ""
         return f"{who} {error.what}{hint}"
     lines = error.error.strip().splitlines()
-    found = [(number, match) for number, line in enumerate(lines) if (match := _EXCEPTION.match(line)) is not None]
-    if not found:
-        return lines[-1][:_LONGEST_REASON] if num_ranks == 1 else f"{who}: {lines[-1][:_LONGEST_REASON]}"
-    number, match = found[-1]
-    kind, words = match.group(1), " ".join([match.group(2) or "", *lines[number + 1 :]]).strip()
-    told = words if kind.startswith("rung.errors.") else f"{kind.rpartition('.')[2]}: {words}"
-    return told[:_LONGEST_REASON] if num_ranks == 1 else f"{who}: {told[:_LONGEST_REASON]}"
+    matches = [(number, match) for number, line in enumerate(lines) if (match := _EXCEPTION.match(line)) is not None]
+    reason = lines[-1]
+    if matches:
+        number, match = matches[-1]
+        kind, message = match.group(1), " ".join([match.group(2) or "", *lines[number + 1 :]]).strip()
+        reason = message if kind.startswith("rung.errors.") else f"{kind.rpartition('.')[2]}: {message}"
+    return reason[:_MAX_REASON] if num_ranks == 1 else f"{who}: {reason[:_MAX_REASON]}"
 
 
 def weight_difference(own: Path, other: Path) -> float | None:
-    """The largest absolute difference of two files of weights; None where they do not hold the same tensors."""
-    from safetensors import safe_open
-
+    """The largest absolute difference of two weight files; None if one is missing or their tensors do not match."""
     if not own.exists() or not other.exists():
         return None
     largest = 0.0
     with safe_open(own, "pt") as left, safe_open(other, "pt") as right:
         if set(left.keys()) != set(right.keys()):
             return None
-        for name in left.keys():  # noqa: SIM118 (it is no dictionary)
+        for name in left.keys():  # noqa: SIM118 (safe_open is not iterable)
             a, b = left.get_tensor(name), right.get_tensor(name)
             if a.shape != b.shape:
                 return None

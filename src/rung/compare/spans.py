@@ -1,4 +1,4 @@
-"""A step as a row of spans: what a rank computed, when it waited for messages, and for which micro-batch."""
+"""A rank's step as spans of time: its phases, its micro-batches, and its waits for messages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-_SHORTEST = 1e-7  # seconds; what is left of a span between two waits may be nothing
+_SHORTEST = 1e-7  # seconds; cutting waits out of a span can leave empty pieces
 
 
 @dataclass(frozen=True)
 class Span:
-    """`what` is data, forward, backward, communication or update. Times are those of the machine's steady clock."""
+    """`what` is data, forward, backward, communication or update. Times are perf_counter's."""
 
     what: str
     start: float
@@ -30,9 +30,9 @@ class Span:
 def spans_of_step(
     log: Sequence[tuple[str, float, float]], actions: Sequence[tuple[str, int, float, float]], data_seconds: float
 ) -> list[Span]:
-    """From what the clock of phases logged in a step, and what the stages of a pipeline computed (kind, micro-batch,
-    start, end), if there are any. Waits are cut out of what they interrupt."""
-    waits = _joined(sorted((start, end) for what, start, end in log if what == "wait"))
+    """Build the spans from the phase clock's log of a step and, for a pipeline, from its stages' actions (kind,
+    micro-batch, start, end). Waits are cut out of the spans that they interrupt."""
+    waits = _merged(sorted((start, end) for what, start, end in log if what == "wait"))
     phases = [Span(what, start, end) for what, start, end in log if what != "wait"]
     if actions:
         busy = [
@@ -50,7 +50,7 @@ def spans_of_step(
 
 
 def _numbered(phases: Sequence[Span]) -> list[Span]:
-    """Neighbours of one kind are one span; where there are several forwards, each is that of a micro-batch."""
+    """Merge neighbours of one kind; if several forwards remain, number them as micro-batches."""
     merged: list[Span] = []
     for span in phases:
         if merged and merged[-1].what == span.what:
@@ -69,7 +69,7 @@ def _numbered(phases: Sequence[Span]) -> list[Span]:
     return found
 
 
-def _joined(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merged(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     for start, end in pairs:
         if found and start <= found[-1][1]:
@@ -89,11 +89,11 @@ def _without(span: Span, holes: Sequence[tuple[float, float]]) -> list[Span]:
     return [*pieces, replace(span, start=start)]
 
 
-def hidden_seconds(works: Iterable[tuple[float, float]], waits: Iterable[tuple[float, float]]) -> float:
-    """How long messages travelled while nobody waited for them."""
-    holes = _joined(sorted(waits))
+def hidden_seconds(messages: Iterable[tuple[float, float]], waits: Iterable[tuple[float, float]]) -> float:
+    """Time in which messages were under way and no wait was: the union of `messages` minus that of `waits`."""
+    holes = _merged(sorted(waits))
     return sum(
         piece.end - piece.start
-        for start, end in _joined(sorted(works))
+        for start, end in _merged(sorted(messages))
         for piece in _without(Span("communication", start, end), holes)
     )

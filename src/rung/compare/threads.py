@@ -1,51 +1,48 @@
-"""A tracer that also sees the threads in which dp's replicas compute on the CPU. A mode is on in one thread alone."""
+"""Traces the threads in which dp's replicas compute on the CPU: a dispatch mode is active in one thread only."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-
-from rung.runtime import LocalStep
-from rung.runtime.data_parallel import DataParallelRuntime
-from rung.runtime.replicas import ThreadReplicas
-from rung.trace import Tracer
-from rung.windows import Window
+from rung.data.batch_shard import LocalBatch
+from rung.distributed.torch_private import TorchDispatchMode, current_dispatch_mode
+from rung.planner.tracer import Tracer
+from rung.runtime import LocalStep, Runtime
+from rung.runtime.base import ReplicaThreads
 
 
-class WatchedThreads:
-    """A runtime of dp, in whose steps the tracer that is on in this thread is on in those of the replicas, too."""
+class TracedThreads:
+    """Wraps a runtime of dp; in its steps, this thread's tracer is also active in the threads of the replicas."""
 
-    def __init__(self, runtime: DataParallelRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, threads: ReplicaThreads) -> None:
+        self._runtime, self._threads = runtime, threads
 
-    def step(self, window: Window, *, want_norm: bool = False) -> LocalStep:
-        replicas, tracer = self._runtime.replicas, _get_current_dispatch_mode()
-        assert isinstance(replicas, ThreadReplicas)
+    def step(self, window: LocalBatch, *, want_norm: bool = False) -> LocalStep:
+        threads, tracer = self._threads, current_dispatch_mode()
         assert isinstance(tracer, Tracer)
-        for model in replicas.models[1:]:
-            tracer.know((p.detach() for p in model.parameters()), "parameters")
-            tracer.know(model.buffers(), "buffers")
-        in_turn = threading.Lock()
+        for model in threads.models[1:]:
+            tracer.memory.classify((p.detach() for p in model.parameters()), "parameters")
+            tracer.memory.classify(model.buffers(), "buffers")
+        lock = threading.Lock()
         open_modes = threading.local()
 
         def enter() -> None:
-            open_modes.mode = _InTurn(tracer, in_turn)
+            open_modes.mode = _SharedTracer(tracer, lock)
             open_modes.mode.__enter__()
 
-        replicas.in_each_thread(enter)
+        threads.in_each_thread(enter)
         try:
             return self._runtime.step(window, want_norm=want_norm)
         finally:
-            replicas.in_each_thread(lambda: open_modes.mode.__exit__(None, None, None))
+            threads.in_each_thread(lambda: open_modes.mode.__exit__(None, None, None))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
 
-class _InTurn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows a thread's operations to a tracer of another. One thread at a time: a tracer counts what it has seen."""
+class _SharedTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Passes a thread's operations to another thread's tracer, under a lock: a tracer keeps counts."""
 
     def __init__(self, tracer: Tracer, lock: threading.Lock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

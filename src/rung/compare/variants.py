@@ -1,4 +1,4 @@
-"""What is compared: strategies by name, each with settings of its own where it has some. Imports no torch."""
+"""The variants to compare: strategies by name, each with optional settings of its own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rung.agreement import refuse_contradictions, without_use
-from rung.config import SETTINGS, RunConfig, check
 from rung.errors import ConfigError, RungError, nearest
-from rung.exchange import OF_DDP
-from rung.strategy import Layout, natural_num_ranks, parse
+from rung.spec.abilities import with_devices
+from rung.spec.compatibility import fit_settings, validate_config
+from rung.spec.config import SETTINGS, RunConfig, check
+from rung.spec.strategy import Layout, parse, required_num_ranks
 
 REFERENCE = "single"
-# What makes the job the same under each strategy, and what is asked for once for all.
+# Settings that must be equal for all variants: they define the job, or belong to the whole comparison.
 _COMMON = (
     "strategy", "nproc", "nnodes", "rdzv", "batch_size", "steps", "epochs", "seed", "shuffle", "out", "device",
     "eval_every", "save_weights", "timeout",
@@ -22,7 +22,7 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: a strategy with its settings, or why it cannot be."""
+    """One row: a strategy with its settings, or the reason why it cannot run."""
 
     text: str
     strategy: str
@@ -33,28 +33,29 @@ class Variant:
 
 
 def choose_variants(texts: Sequence[str], num_ranks: int, config: RunConfig) -> list[Variant]:
-    """The rows in the order asked for; one process, which all are held against, is put first where it is not named."""
-    words = [" ".join(text.split()) for text in texts if text.strip()]
-    if not words:
+    """The variants in the order given. The reference, one process, comes first if it is not named."""
+    names = [" ".join(text.split()) for text in texts if text.strip()]
+    if not names:
         raise ConfigError("no strategy to compare. Name some, as in --strategies single ddp fsdp.")
-    if REFERENCE not in words:
-        words = [REFERENCE, *words]
-    return [make_variant(text, num_ranks, config) for text in dict.fromkeys(words)]
+    if REFERENCE not in names:
+        names = [REFERENCE, *names]
+    return [make_variant(text, num_ranks, config) for text in dict.fromkeys(names)]
 
 
 def make_variant(text: str, num_ranks: int, config: RunConfig) -> Variant:
-    """From 'zero3' or 'ddp precision=bf16'. A word that means nothing is an error; a layout that cannot be is a row."""
+    """Parse 'zero3' or 'ddp precision=bf16'. An unknown word raises; an impossible layout becomes a refused variant."""
     strategy, *pairs = text.split()
     own = _own_settings(text, pairs)
-    if strategy == "dp":
-        strategy = f"dp{num_ranks}"
-    size = natural_num_ranks(strategy) or num_ranks
+    strategy = with_devices(strategy, num_ranks)
+    size = required_num_ranks(strategy) or num_ranks
     try:
+        # A schedule in the name, as in pp2:zb, takes precedence over the common one.
         schedule = own.get("schedule") or (None if ":" in strategy else config.schedule)
         layout = parse(strategy, size, schedule=schedule, servers=own.get("servers", config.servers))
-        given: dict[str, Any] = {"schedule": schedule if layout.pp > 1 else None, **own}
-        fitted = replace(_fitted(config, layout), strategy=strategy, nproc=str(size), **given)
-        refuse_contradictions(fitted, layout)
+        # Drop common settings that this layout cannot use. The variant's own settings stay, and may be refused.
+        fitted = fit_settings(replace(config, schedule=schedule), layout)
+        fitted = replace(fitted, strategy=strategy, nproc=str(size), **own)
+        validate_config(fitted, layout)
     except RungError as error:
         return Variant(text, strategy, size, config, refused=str(error))
     return Variant(text, strategy, size, fitted, layout)
@@ -66,19 +67,12 @@ def _own_settings(text: str, pairs: Sequence[str]) -> dict[str, Any]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(
-                f"--strategies {text!r}: after the strategy come settings as KEY=VALUE, not {pair!r}. Put a strategy "
-                "and its settings into one pair of quotes."
+                f"--strategies {text!r}: settings after the strategy have the form KEY=VALUE, not {pair!r}. Put a "
+                "strategy and its settings into one pair of quotes."
             )
         if key in _COMMON:
-            raise ConfigError(f"--strategies {text!r}: {key} is the same for all that is compared. Give it as a flag.")
+            raise ConfigError(f"--strategies {text!r}: {key} must be the same for all variants. Give it as a flag.")
         if key not in SETTINGS:
             raise ConfigError(f"--strategies {text!r}: there is no setting {key!r}.{nearest(key, SETTINGS)}")
         found[key] = check(key, value)
     return found
-
-
-def _fitted(config: RunConfig, layout: Layout) -> RunConfig:
-    """Settings for all, without those that mean nothing to a layout. What a row names itself is taken as it is."""
-    useless = without_use(layout) | (set(OF_DDP) if layout.name != "ddp" else set())
-    defaults: dict[str, Any] = {key: SETTINGS[key].default for key in useless}
-    return replace(config, **defaults)

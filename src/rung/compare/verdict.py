@@ -1,4 +1,4 @@
-"""What was measured, in words: a sentence for the top, and which rung of the ladder to stand on."""
+"""The verdict of a comparison: a sentence on the measurements, and the strategy to use."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from rung.compare.variants import REFERENCE, Variant
-from rung.planner.candidates import rung_of
 from rung.planner.search import WORTH_IT
-from rung.sizes import human_bytes, human_seconds
-from rung.strategy import Layout
+from rung.spec.abilities import rung_of
+from rung.spec.strategy import Layout
+from rung.system.units import human_bytes, human_seconds
 
-_SAME = 0.005  # times that differ by less are told as the same
-_FAR = 0.01  # relative: losses that differ by more are mentioned
+_SAME = 0.005  # relative; times that differ by less count as equal
+_FAR = 0.01  # relative; the verdict mentions losses that differ by more
 
 
 def make_verdict(rows: Sequence[dict[str, Any]], variants: Sequence[Variant]) -> dict[str, Any]:
-    """`sentence` is about all rows, `recommendation` about the one to take, which is `strategy`."""
+    """`sentence` sums up all rows; `recommendation` explains the choice of `strategy`."""
     done = [(row, variant) for row, variant in zip(rows, variants, strict=True) if row["status"] == "ok"]
     if not done:
         return {
-            "sentence": f"None of {len(rows)} could be run.",
+            "sentence": f"None of the {len(rows)} strategies could be run.",
             "recommendation": "See the reason of each row.",
             "strategy": None,
         }
@@ -34,18 +34,15 @@ def make_verdict(rows: Sequence[dict[str, Any]], variants: Sequence[Variant]) ->
 
 
 def choose(done: Sequence[tuple[dict[str, Any], Variant]]) -> tuple[dict[str, Any], Variant]:
-    """The quickest, or one on a lower rung that is less than 5 % slower."""
+    """The quickest row, or one with a simpler strategy (a lower rung) that is less than 5 % slower."""
     least = min(_seconds(row) for row, _ in done)
     near = [pair for pair in done if _seconds(pair[0]) * (1 - WORTH_IT) <= least]
     return min(near, key=lambda pair: (_rung(pair[1].layout), len(pair[1].text.split()), _seconds(pair[0])))
 
 
 def _rung(layout: Layout | None) -> float:
-    """As the planner has it; what it does not plan is above ddp, since it takes more to understand."""
     assert layout is not None
-    if layout.kind == "dp":
-        return 1.5
-    return rung_of(layout) + (0 if layout.kind == "mesh" else 3)
+    return rung_of(layout)
 
 
 def _seconds(row: dict[str, Any]) -> float:
@@ -53,7 +50,7 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 def fullest(row: dict[str, Any]) -> int:
-    """Bytes of the rank that needs most."""
+    """Peak bytes of the rank that needs the most."""
     return max(int(rank["peak_bytes"]) for rank in row["memory"])
 
 
@@ -91,31 +88,29 @@ def _recommendation(
     if len(done) == 1:
         return f"Only {name} was measured here: there is nothing to choose from."
     if chosen is quickest:
-        text = f"Stand on {name}: nothing lower on the ladder comes within {100 * WORTH_IT:.0f} % of its speed."
+        text = f"Use {name}: no lower rung of the ladder comes within {100 * WORTH_IT:.0f} % of its speed."
         if chosen["strategy"] == REFERENCE:
             spread = any(row["ranks"] > 1 for row in done)
-            why = "on this machine the messages of the others cost more than they save" if spread else "it is quickest"
-            text = f"Stay with one process: {why}."
+            why = "on this machine, communication costs the others more than they save" if spread else "it is quickest"
+            text = f"Use one process: {why}."
     else:
         slower = 100 * (1 - _seconds(quickest) / _seconds(chosen))
         text = (
-            f"Stand on {name}: {_name(quickest)} is {slower:.1f} % quicker, which is not worth a higher rung."
+            f"Use {name}: {_name(quickest)} is {slower:.1f} % quicker, which is not worth a higher rung."
             if slower >= 0.05
-            else f"Stand on {name}: {_name(quickest)} is as quick, and a higher rung."
+            else f"Use {name}: {_name(quickest)} is as quick, but a higher rung."
         )
     leanest = min(done, key=fullest)
     if fullest(leanest) < 0.8 * fullest(chosen):
         share = 100 * (1 - fullest(leanest) / fullest(chosen))
-        text += f" If memory is what you lack, {_name(leanest)} needs {share:.0f} % less of it."
+        text += f" If memory is short, {_name(leanest)} needs {share:.0f} % less of it."
     difference = chosen["largest_difference"]["loss"]
     if any(loss is None for _, loss in chosen.get("losses", ())):
-        text += " Mind that its losses are not all numbers."
+        text += " Its losses are not all numbers."
     elif difference is not None and difference > _FAR:
-        text += f" Mind that its losses differ from those of one process by up to {100 * difference:.0f} %."
+        text += f" Its losses differ from those of one process by up to {100 * difference:.0f} %."
         if variant.config.dropout:
-            text += (
-                " If the model has dropout, that draws other numbers on each rank: --set dropout=false leaves it out."
-            )
+            text += " If the model has dropout, ranks draw different masks: --set dropout=false turns it off."
     return text
 
 
@@ -124,5 +119,5 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _capital(text: str) -> str:
-    """A sentence begins with a capital, but a strategy's name stays as it is typed."""
+    """Capitalise a sentence, unless it begins with the name of a strategy."""
     return text[0].upper() + text[1:] if text.startswith("one process") else text

@@ -1,4 +1,4 @@
-"""The comparison in the terminal: a table with bars, what was slow or failed, and the verdict."""
+"""The comparison in the terminal: a table with bars, slow ranks, failures and the verdict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.text import Text
 
 from rung.compare.rows import prediction_error
 from rung.compare.verdict import fullest
-from rung.sizes import human_bytes, human_seconds
+from rung.system.units import human_bytes, human_seconds
 
 _BAR = 10  # characters
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-# Name, justification, and when it is left out where there is little room: the highest number first, 0 never.
+# (name, justification, drop order): a narrow terminal drops the columns with the highest number first, 0 never.
 _COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("strategy", "left", 0),
     ("ranks", "right", 0),
@@ -35,7 +35,7 @@ _COLUMNS: tuple[tuple[str, str, int], ...] = (
 
 
 def show(document: dict[str, Any], console: Console) -> None:
-    """All of it, for a person."""
+    """Print the whole comparison."""
     settings = document["settings"]
     length = "1 step" if settings["steps"] == 1 else f"{settings['steps']} steps"
     often = "once each" if settings["repeats"] == 1 else f"{settings['repeats']} times each"
@@ -67,17 +67,17 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 
 def _show_predictions(rows: list[dict[str, Any]], console: Console) -> None:
-    """What the planner said, each with how far it was off; and why it said nothing, once."""
-    told = [row for row in rows if row.get("predicted")]
-    if told:
+    """Print the planner's figures with their errors, and once for each reason the rows without a prediction."""
+    predicted = [row for row in rows if row.get("predicted")]
+    if predicted:
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
         table.add_column("predicted", no_wrap=True)
         for name in ("step", "memory", "sent"):
             table.add_column(name, justify="right", no_wrap=True)
-        for row in told:
-            said, error = row["predicted"], prediction_error(row) or {}
+        for row in predicted:
+            figures, errors = row["predicted"], prediction_error(row) or {}
             shown = (("step_seconds", human_seconds), ("peak_bytes", human_bytes), ("bytes_per_step", human_bytes))
-            cells = [_with_error(said.get(key), error.get(key), show_one) for key, show_one in shown]
+            cells = [_with_error(figures.get(key), errors.get(key), show_one) for key, show_one in shown]
             table.add_row(row["strategy"], *cells)
         console.print()
         console.print(table)
@@ -89,14 +89,14 @@ def _show_predictions(rows: list[dict[str, Any]], console: Console) -> None:
         console.print(Text(f"{', '.join(names)}: {reason}", style="dim"), soft_wrap=True)
 
 
-def _with_error(said: float | None, error: float | None, show_one: Callable[[Any], str]) -> str:
-    if said is None:
+def _with_error(predicted: float | None, error: float | None, show_one: Callable[[Any], str]) -> str:
+    if predicted is None:
         return "-"
-    return show_one(said) if error is None else f"{show_one(said)} ({100 * error:+.0f} %)"
+    return show_one(predicted) if error is None else f"{show_one(predicted)} ({100 * error:+.0f} %)"
 
 
 def _fitting_table(document: dict[str, Any], console: Console) -> Table:
-    """With as many columns as there is room for."""
+    """The table with as many columns as the console has room for."""
     for last in range(max(order for _, _, order in _COLUMNS), -1, -1):
         table = _table(document, last)
         if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
@@ -143,16 +143,16 @@ def _cells(row: dict[str, Any], most_rate: float, most_memory: float) -> list[st
         f"{100 * communication['exposed_share']:.0f} %" if communication["seconds"] else "-",
         human_seconds(row["data_wait_seconds"]),
         human_seconds(row["first_step_seconds"]),
-        f"{difference:.1e}" if difference is not None else "no number" if _is_lost(row) else "-",
+        f"{difference:.1e}" if difference is not None else "not a number" if _is_lost(row) else "-",
     ]
 
 
 def _is_lost(row: dict[str, Any]) -> bool:
-    """Whether a loss is no number, so that nothing can be compared."""
+    """Whether a loss is nan or infinite, so that losses cannot be compared."""
     return any(loss is None for _, loss in row["losses"])
 
 
 def bar(share: float) -> str:
-    """Blocks, in eighths of a character."""
+    """A bar of block characters, in eighths of one."""
     eighths = round(max(0.0, min(1.0, share)) * _BAR * 8)
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")

@@ -1,4 +1,4 @@
-"""The console of a running job: one writer, fed by what the ranks write into the run directory.
+"""The console of a running job: the only writer to the terminal. It reads the files that the ranks write.
 
 Shows rank 0's lines, a progress bar from the metrics, and warnings of other ranks, prefixed and once each.
 """
@@ -20,35 +20,35 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rung.disk import trouble_with
-from rung.status import StatusBoard
-from rung.untrusted import parse_json, printable
+from rung.distributed.status_board import StatusBoard
+from rung.system.disk import trouble_with
+from rung.system.untrusted import parse_json, printable
 
 WARNING_MARK = "WARNING: "
 ATTEMPT_MARK = "---- attempt "
-FAILURE_MARK = "FAILURE: "  # what follows in a rank's log is the traceback of its failure
-CRASH_MARKS = ("Fatal Python error", "terminate called after throwing")  # how the words of a crash in C++ begin
+FAILURE_MARK = "FAILURE: "  # in a rank's log: the traceback of its failure follows
+CRASH_MARKS = ("Fatal Python error", "terminate called after throwing")  # how the output of a crash in C++ begins
 _WARNING_CHARACTERS = 400
 _POLL_SECONDS = 0.05
-_DISK_SECONDS = 2.0  # between looks at the disk of the run
-_PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
-# torch's own C++ log lines, and its profiler's, stay in the file.
+_DISK_SECONDS = 2.0  # between checks of the run's disk
+_PLAIN_SECONDS = 5.0  # between progress lines without a terminal
+# The console does not show log lines of torch's C++ code and profiler.
 _CPP_LOG = re.compile(r"^\[[IW]\d{4} |^\[rank\d+\]:\[[IW]\d{4} |^[A-Z]+:\d{4}-\d\d-\d\d [\d: ]+ \w+\.cpp:")
 
 
 class _Tail:
-    """The new whole lines of a growing file."""
+    """Reads new lines of a growing file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0  # what was there before was shown before
+        self._offset = path.stat().st_size if path.exists() else 0  # an earlier job has shown the lines before
         self._rest = b""
 
     def lines(self) -> list[str]:
         try:
             with self._path.open("rb") as file:
                 size = file.seek(0, 2)
-                if size < self._offset:  # half a line of a run that was killed has been taken away
+                if size < self._offset:  # a resumed run has truncated the half line that a killed one left
                     self._offset, self._rest = size, b""
                 file.seek(self._offset)
                 content = file.read()
@@ -56,16 +56,16 @@ class _Tail:
             return []
         self._offset += len(content)
         *whole, self._rest = (self._rest + content).split(b"\n")
-        return [_as_seen(line) for line in whole]
+        return [_as_displayed(line) for line in whole]
 
     def rest(self) -> list[str]:
-        """What came after the last line end, when no more will come."""
-        whole, self._rest = [*self.lines(), _as_seen(self._rest)], b""
+        """The new lines and the incomplete last one, when the file will not grow any more."""
+        whole, self._rest = [*self.lines(), _as_displayed(self._rest)], b""
         return whole
 
 
 class JobConsole:
-    """Runs beside the job in a thread of the launcher. Use as a context manager."""
+    """Shows a job from a thread of the launcher. Use as a context manager."""
 
     def __init__(self, run_dir: Path, console: Console, *, quiet: bool = False) -> None:
         self.last_step: dict[str, Any] = {}
@@ -74,22 +74,23 @@ class JobConsole:
         self._logs: dict[int, _Tail] = {}
         self._metrics = _Tail(run_dir / "metrics.jsonl")
         self._board: StatusBoard | None = None
-        self._leader = 0  # the rank of this machine that the progress follows
+        self._leader = 0  # the rank of this machine whose progress is shown
         self._console = console
         self._quiet = quiet
         self._failed: set[int] = set()
         self._total: int | None = None
-        self._told: set[str] = set()
+        self._warnings: set[str] = set()  # shown already
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="rung-console", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rung-console", daemon=True)
         self._progress: Progress | None = None
-        self._last_plain = self._looked_at = time.monotonic()
+        self._last_plain = self._disk_checked = time.monotonic()
         self._last_plain_step = 0
-        self._first: tuple[float, int] | None = None  # when the first step of this attempt was told, and which
+        self._first: tuple[float, int] | None = None  # time and number of this attempt's first step
         self._recent: deque[tuple[float, float]] = deque(maxlen=20)
 
     def __enter__(self) -> JobConsole:
         if not self._quiet and self._console.is_terminal:
+            # markup=False: a metric's name that looks like a closing tag would raise in this thread and end it.
             self._progress = Progress(
                 SpinnerColumn(),
                 TextColumn("{task.description}", style="progress.description", markup=False),
@@ -113,7 +114,7 @@ class JobConsole:
         self._poll(is_last=True)
 
     def follow(self, board: StatusBoard, ranks: Iterable[int]) -> None:
-        """Show the ranks of this machine in a world that is about to start; those of the one before are gone."""
+        """Show this machine's ranks of a world that is about to start."""
         ranks = list(ranks)
         for rank in ranks:
             if rank not in self._logs:
@@ -121,15 +122,15 @@ class JobConsole:
         self._board, self._leader = board, ranks[0]
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Print a message of the launcher itself."""
         if not self._quiet:
             self._console.print(Text(printable(text, keep="\n")), highlight=False, soft_wrap=True)
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
             self._poll()
-            if time.monotonic() > self._looked_at + _DISK_SECONDS:
-                self._look_at_disk()
+            if time.monotonic() > self._disk_checked + _DISK_SECONDS:
+                self._check_disk()
 
     def _poll(self, is_last: bool = False) -> None:
         try:
@@ -137,40 +138,40 @@ class JobConsole:
                 for line in tail.rest() if is_last else tail.lines():
                     self._show_line(rank, line)
             for line in self._metrics.lines():
-                # What cannot be shown is no reason to stop showing: this thread is the only one that writes.
+                # A malformed row must not end this thread, which is the only one that writes.
                 with contextlib.suppress(ValueError, TypeError, KeyError):
-                    self._take(parse_json(line.encode()))
+                    self._read_row(parse_json(line.encode()))
             if not is_last:
                 self._draw()
         except BrokenPipeError:
-            self._quiet = True  # whoever read this went away; that is no reason to stop training
+            self._quiet = True  # the reader of the output has gone; training continues
 
-    def _look_at_disk(self) -> None:
-        """Ranks tell of a disk that takes nothing in their logs, which may be on that disk."""
-        self._looked_at = time.monotonic()
+    def _check_disk(self) -> None:
+        """Warn of a full disk here: the ranks warn in their logs, which may be on that disk."""
+        self._disk_checked = time.monotonic()
         trouble = trouble_with(self._folder.parent)
-        if trouble and trouble not in self._told:
-            self._told.add(trouble)
+        if trouble and trouble not in self._warnings:
+            self._warnings.add(trouble)
             self.say(f"warning: {trouble}: logs, metrics and checkpoints of this run may be lost")
 
     def _show_line(self, rank: int, line: str) -> None:
         if line.startswith((FAILURE_MARK, *CRASH_MARKS)):
             self._failed.add(rank)
-        # A rank's failure is told once, in the closing report.
+        # The final report shows a rank's failure; do not show it twice.
         if self._quiet or rank in self._failed or not line.strip() or line.startswith(ATTEMPT_MARK):
             return
         if line.startswith(WARNING_MARK):
             text = textwrap.shorten(
                 line.removeprefix(WARNING_MARK), _WARNING_CHARACTERS, placeholder=" ... (see the log)"
             )
-            if text not in self._told:
-                self._told.add(text)
+            if text not in self._warnings:
+                self._warnings.add(text)
                 shown = Text(f"rank {rank}: warning: {text}", style="yellow")
                 self._console.print(shown, highlight=False, soft_wrap=True)
         elif rank == 0 and not _CPP_LOG.match(line):
             self._console.print(Text(line), highlight=False, soft_wrap=True)
 
-    def _take(self, row: dict[str, Any]) -> None:
+    def _read_row(self, row: dict[str, Any]) -> None:
         if row["event"] in ("start", "resume"):
             self._total = row["total_steps"]
             self._first = None
@@ -222,8 +223,8 @@ class JobConsole:
         return f"loss {_number(self.last_step['loss'])}{shown}  {speed} samples/s"
 
 
-def _as_seen(line: bytes) -> str:
-    """A line as a terminal would leave it: of a progress bar that writes over itself, the last state."""
+def _as_displayed(line: bytes) -> str:
+    """A line as a terminal displays it: after a carriage return, a progress bar has overwritten itself."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 

@@ -1,4 +1,4 @@
-"""Going on with a run: which directory, with which settings, and what may not differ."""
+"""Resuming a run: finding its directory, restoring its settings, and refusing changes that would alter its numbers."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rung.agreement import without_use
-from rung.config import SETTINGS, Resolved, RunConfig, read_toml, write_toml
-from rung.environment import mpi_place
+from rung.checkpoint.manifest import steps_in
 from rung.errors import ConfigError
-from rung.strategy import Layout
-from rung.task import ROLES, Task
-from rung.untrusted import lines_of, open_regular, parse_json, read_regular
+from rung.spec.compatibility import inapplicable_settings
+from rung.spec.config import SETTINGS, Resolved, RunConfig, read_toml, write_toml
+from rung.spec.presets import ability_settings
+from rung.spec.strategy import Layout
+from rung.spec.task import ROLES, Task
+from rung.system.launcher_env import mpi_rank
+from rung.system.untrusted import lines_of, open_regular, parse_json, read_regular
 
 CONFIG = "config.toml"
-# What the numbers follow from. All else may differ: how the task is spread is not part of the result.
+# Settings that determine the numbers. Others may differ: the strategy does not change the result.
 _FIXED = ("batch_size", "seed", "shuffle")
-# Whom to meet is said by whoever starts a job, never by a run: it may have come from somebody else.
+# Not taken from a run's directory, which may have come from somebody else: a run must not choose network peers.
 _MACHINES = ("nnodes", "rdzv", "rdzv_key", "rpc_host")
 _MAX_HEADING = 2**12
 _HEADING = re.compile(r"# rung \S+: (.*?), ")
 
 
 def find_run(task: Task, resume: str | bool, out: str | None) -> Path:
-    """The directory of the run to go on with: the one named, the one of --out, or the newest of this task."""
+    """The directory of the run to resume: the named one, that of --out, or the newest of this task."""
     if isinstance(resume, str) and out is not None and Path(resume).resolve() != Path(out).resolve():
-        raise ConfigError(f"--resume {resume} and --out {out} are two directories. A run goes on in its own.")
+        raise ConfigError(
+            f"--resume {resume} and --out {out} are two directories, but a run is resumed in its own. Leave --out out."
+        )
     if resume == "":
         raise ConfigError("--resume has an empty value. Name the directory of a run, or leave the value out.")
     named = resume if isinstance(resume, str) else out
@@ -46,21 +50,24 @@ def find_run(task: Task, resume: str | bool, out: str | None) -> Path:
     found = [path.parent for path in Path("runs").glob(f"*/{CONFIG}") if _task_of(path.parent) == task.name]
     if not found:
         raise ConfigError(
-            f"there is no run of {task.name!r} to go on with: looked in {Path('runs').resolve()}. "
-            "Name its directory: --resume RUN."
+            f"{Path('runs').resolve()} has no run of {task.name!r} to resume. Name its directory: --resume RUN."
         )
     return max(found, key=lambda folder: (folder / CONFIG).lstat().st_mtime)
 
 
 def run_if_there(task: Task, resume: str | bool | None, out: str | None) -> Path | None:
-    """The directory of --out if it holds a run to go on with; None where one is to begin in it."""
+    """The directory of --out if it holds a run to resume; None if a new run begins in it."""
     if resume:
         raise ConfigError(
-            "--resume wants a run that is there, --resume-if-there begins it otherwise. Keep one of them."
+            "--resume requires an existing run, but --resume-if-there begins one if there is none. Keep one of them."
         )
     if out is None:
         raise ConfigError("--resume-if-there looks for a run in the directory of --out. Name it: --out DIR.")
-    return find_run(task, True, out) if (Path(out) / CONFIG).exists() else None
+    folder = Path(out)
+    if (folder / CONFIG).exists():
+        return find_run(task, True, out)
+    # The directory may have been removed while the job ran: ranks write checkpoints and metrics to it again.
+    return folder if steps_in(folder / "checkpoints") or (folder / "metrics.jsonl").exists() else None
 
 
 def _task_of(folder: Path) -> str | None:
@@ -68,54 +75,55 @@ def _task_of(folder: Path) -> str | None:
         with open_regular(folder / CONFIG) as file:
             heading = file.readline(_MAX_HEADING).decode(errors="replace")
     except OSError:
-        return None  # `read_toml` says what is wrong with it, if the run is wanted
+        return None  # if this run is chosen, `read_toml` reports the error
     match = _HEADING.match(heading)
     return match.group(1) if match else None
 
 
-def settings_of(folder: Path, given: set[str]) -> dict[str, Any]:
-    """The settings of a run, as defaults for those `given` anew, but for those that say which machines meet."""
+def settings_of(folder: Path, given: set[str]) -> dict[str, Any] | None:
+    """The settings of a run, as defaults beside those `given` now, without those that name machines. None if they are
+    lost: those of the command apply then."""
+    if not (folder / CONFIG).exists():
+        return None
     found = read_toml(folder / CONFIG)
     known = {
         key: value
         for key, value in found.items()
         if (key in SETTINGS and key not in _MACHINES) or key.partition(".")[0] in ROLES
     }
-    if given & {"steps", "epochs"}:  # one answer to the question how long
+    if given & {"steps", "epochs"}:  # both set the length of the run
         known = {key: value for key, value in known.items() if key not in ("steps", "epochs")}
-    if "strategy" in given:  # these are details of the old one
+    if "strategy" in given:  # these belong to the old one
         for key in ("schedule", "split"):
             known.pop(key, None)
     return known
 
 
 def machines_left_out(folder: Path, config: RunConfig) -> str | None:
-    """What to say if the run had several machines, or an interface for calls, and the job now has none."""
-    found = read_toml(folder / CONFIG)
+    """A note if the run had several machines, or an interface for RPC, and the job now has none."""
+    found = read_toml(folder / CONFIG) if (folder / CONFIG).exists() else {}
     old = {key: found[key] for key in _MACHINES if key in found and found[key] != SETTINGS[key].default}
     missing = [f"{key}={value}" for key, value in old.items() if getattr(config, key) == SETTINGS[key].default]
     if not missing:
         return None
     return (
-        f"the run was started with {', '.join(missing)}, which its directory cannot ask for: give them again if wanted"
+        f"the run was started with {', '.join(missing)}, which are not taken from its directory: give them again if "
+        "wanted"
     )
 
 
 def fit_to_layout(resolved: Resolved, layout: Layout) -> Resolved:
-    """Without those settings of the old run that mean nothing in a new layout, or to processes started otherwise."""
-    useless = without_use(layout)
-    if resolved.config.backend == "mpi" and mpi_place() is None:
+    """Drop settings of the old run that do not apply to the new layout, or to ranks that mpirun did not start."""
+    # Compression and local steps change the numbers, and must not be dropped silently.
+    useless = inapplicable_settings(layout) - ability_settings("compress", "local_steps")
+    if resolved.config.backend == "mpi" and mpi_rank() is None:
         useless.add("backend")
-    dropped: dict[str, Any] = {key: SETTINGS[key].default for key in useless if _is_old(resolved, key)}
+    dropped: dict[str, Any] = {key: SETTINGS[key].default for key in useless if resolved.origins.get(key) == "run"}
     return replace(resolved, config=replace(resolved.config, **dropped))
 
 
-def _is_old(resolved: Resolved, key: str) -> bool:
-    return resolved.origins.get(key) == "run"
-
-
 def refuse_differences(task: Task, resolved: Resolved, base: Mapping[str, Any], folder: Path) -> None:
-    """What would change the numbers may not differ."""
+    """Refuse settings that differ from the run's and would change its numbers."""
     config = resolved.config
     for key in _FIXED:
         _compare(folder, key, base.get(key, SETTINGS[key].default), getattr(config, key))
@@ -131,15 +139,15 @@ def _compare(folder: Path, key: str, old: Any, new: Any) -> None:
     if isinstance(old, list | tuple) and isinstance(new, list | tuple):
         old, new = list(old), list(new)
     if old != new:
-        told = "not set" if old is None else f"{old!r}"
+        before = "not set" if old is None else f"{old!r}"
         raise ConfigError(
-            f"the run in {folder} has {key} = {told}, and {new!r} would change its numbers. Leave it as it is, "
+            f"the run in {folder} has {key} = {before}, and {new!r} would change its numbers. Leave it as it is, "
             "or start a new run."
         )
 
 
 def new_length(base: Mapping[str, Any], config: RunConfig) -> str | None:
-    """What to say if the run is to end elsewhere than it was."""
+    """A note if the run gets another length."""
     old = {key: base.get(key) for key in ("steps", "epochs")}
     new = {"steps": config.steps, "epochs": config.epochs}
     if old == new:
@@ -152,10 +160,10 @@ def _length(limits: Mapping[str, Any]) -> str:
 
 
 def is_finished(folder: Path, config: RunConfig) -> bool:
-    """Whether the run came to the end that `config` asks for, as its metrics tell.
+    """Whether the run's metrics show that it reached the length that `config` asks for.
 
-    Its settings say nothing of that: they are written before the ranks start, and an attempt to make the run longer may
-    have failed there.
+    Its settings do not show that: they are written before the ranks start, and an attempt to extend the run may have
+    failed then.
     """
     begun: dict[str, Any] = {}
     is_over, wanted = False, {"steps": config.steps, "epochs": config.epochs}
@@ -167,7 +175,7 @@ def is_finished(folder: Path, config: RunConfig) -> bool:
                     begun, is_over = parse_json(line), False
                 elif line.startswith(b'{"event": "end"'):
                     is_over = bool(parse_json(line))
-    except (FileNotFoundError, ValueError):  # there is none, or its last line was cut short
+    except (FileNotFoundError, ValueError):  # a last line that was cut short is a ValueError
         return False
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
@@ -175,10 +183,8 @@ def is_finished(folder: Path, config: RunConfig) -> bool:
 
 
 def write_settings(resolved: Resolved, folder: Path, heading: str) -> None:
-    """config.toml of a run. One that says something else becomes config.1.toml, and so on.
-
-    In one go: machines that share the directory may read it meanwhile.
-    """
+    """Write config.toml of a run. An older one with other settings becomes config.1.toml, and so on."""
+    # Replaced atomically, because machines that share the directory may read it meanwhile.
     path, partial = folder / CONFIG, folder / f".{CONFIG}.{os.getpid()}"
     partial.unlink(missing_ok=True)
     write_toml(resolved, partial, heading)
@@ -190,9 +196,9 @@ def write_settings(resolved: Resolved, folder: Path, heading: str) -> None:
 
 
 def claim(folder: Path, agree: Callable[[str], str], *, is_new: bool) -> None:
-    """Mark a directory as that of one run, which all machines of the job agree upon.
+    """Mark the directory with the run's identity, on which all machines of the job agree.
 
-    What another run has left in it, on one of the machines, would be taken for this one's.
+    Otherwise files that another run left there, on one of the machines, could be taken for this run's.
     """
     mark = folder / ".state" / "run"
     try:
@@ -204,10 +210,10 @@ def claim(folder: Path, agree: Callable[[str], str], *, is_new: bool) -> None:
     offered = own if own is not None and not is_new else uuid.uuid4().hex
     agreed = agree(offered)
     if not is_new and agreed != offered:
-        raise ConfigError(f"{folder} is not the run that the other machines go on with.")
+        raise ConfigError(f"{folder} is not the run that the other machines resume.")
     if is_new and agreed != own and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         raise ConfigError(
-            f"--out {folder} holds a run already. Choose another directory, remove it, or go on with it: --resume."
+            f"--out {folder} holds a run already. Choose another directory, remove it, or resume the run: --resume."
         )
-    mark.parent.mkdir(parents=True, exist_ok=True)  # a machine of others than rank 0 may have a disk of its own
+    mark.parent.mkdir(parents=True, exist_ok=True)  # rank 0 has not created it if machines share no disk
     mark.write_text(agreed)

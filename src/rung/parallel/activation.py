@@ -1,7 +1,7 @@
-"""Activation checkpointing: blocks forget what they computed in forward and compute it again in backward.
+"""Activation checkpointing: discard the activations of blocks in forward and recompute them in backward.
 
 `full` keeps only each block's input. `selective` also keeps the results of matrix products and attention, which are
-costly to compute and small to keep, and recomputes the rest.
+expensive to compute and small to keep.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rung.errors import ModelError
 
@@ -49,16 +45,16 @@ Around = Callable[[], AbstractContextManager[Any]]
 def apply_activation_checkpointing(
     blocks: list[nn.Module], mode: str, recomputing: Around | None = None, *, keep_generators: bool = True
 ) -> None:
-    """Wrap the blocks' forward in place: the modules keep their type and their parameters' names.
+    """Wrap the blocks' forward in place: the modules keep their types and parameter names.
 
-    `recomputing` is called in each forward, for what is to be around the computation of the same again: no mode that is
-    active around a backward is active in what it computes again. Without `keep_generators` that sees to random numbers.
+    `recomputing` makes a context for the recomputation, in which modes around the backward are not active. Without
+    `keep_generators` torch does not restore the random state, and `recomputing` must.
     """
     for block in blocks:
         if isinstance(block, nn.ModuleList | nn.ModuleDict):
             raise ModelError(
-                f"a block is a {type(block).__name__}, which is never called and cannot be checkpointed. "
-                'Say where the blocks are, as in blocks = "layers.*".'
+                f"a block is a {type(block).__name__}, which has no forward and cannot be checkpointed. "
+                'Name the blocks in the task, as in blocks = "layers.*".'
             )
         block.forward = _checkpointed(block, mode, recomputing, keep_generators)
 
@@ -66,13 +62,13 @@ def apply_activation_checkpointing(
 def checkpoint_again(
     model: nn.Module, mode: str, recomputing: Around | None = None, *, keep_generators: bool = True
 ) -> None:
-    """For a copy of a model with wrapped blocks: the wrappers are still those of the original, with its parameters."""
+    """Wrap the blocks of a copied model again: its wrappers still call the forward of the original's modules."""
     wrapped = [module for module in model.modules() if hasattr(vars(module).get("forward"), "is_checkpointed")]
     for module in wrapped:
         inside: Any = module.forward.__wrapped__  # type: ignore[attr-defined]
         if isinstance(inside, MethodType):
             del module.forward
-        else:  # the user's own, put on this very module
+        else:  # a function that the user assigned to this module's forward
             module.forward = inside
     apply_activation_checkpointing(wrapped, mode, recomputing, keep_generators=keep_generators)
 
@@ -82,12 +78,12 @@ def _checkpointed(block: nn.Module, mode: str, around: Around | None, keep_gener
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if mode == "selective":
-            keeping, recomputing = create_selective_checkpoint_contexts(_keep_costly)  # type: ignore[no-untyped-call]
+            first_pass, recomputing = create_selective_checkpoint_contexts(_keep_costly)  # type: ignore[no-untyped-call]
         else:
-            keeping, recomputing = nullcontext(), nullcontext()
+            first_pass, recomputing = nullcontext(), nullcontext()
         if around is not None:
             recomputing = _both(around(), recomputing)
-        return keeping, _both(_unchanged_buffers(block), recomputing)
+        return first_pass, _both(_unchanged_buffers(block), recomputing)
 
     options: dict[str, Any] = {"preserve_rng_state": keep_generators}
     if mode == "selective" or around is not None or next(block.buffers(), None) is not None:
@@ -111,7 +107,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 @contextmanager
 def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Running statistics were updated in forward; the recomputation must not update them again."""
+    """Restore buffers afterwards: forward updated running statistics, and recomputation must not do it again."""
     saved = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield

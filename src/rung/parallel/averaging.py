@@ -1,7 +1,7 @@
-"""Weights that ranks change each for itself and average from time to time; with an outer step, if that is asked for.
+"""Local SGD and DiLoCo: ranks train on their own and average their weights every few steps.
 
-Local SGD averages the weights. DiLoCo (arXiv 2311.08105) takes the way from the weights of the last meeting to the
-average for a gradient, and lets SGD with Nesterov momentum take a step along it.
+Local SGD takes the average. DiLoCo (arXiv 2311.08105) treats the difference between the last common weights and the
+average as a gradient, and applies an outer step of SGD with Nesterov momentum.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rung.distributed.torch_private import foreach_copy_
+from rung.distributed.world import World
 from rung.parallel.compression import Slots, Wire, ring_bytes
-from rung.world import World
 
 
 @dataclass(frozen=True)
 class OuterStep:
-    """SGD with Nesterov momentum on what all ranks together did."""
+    """SGD with Nesterov momentum on the averaged change of the weights."""
 
     lr: float
     momentum: float
 
 
 class Averaging:
-    """All ranks meet after every `every` steps. Between that each has weights of its own."""
+    """Averages the weights of all ranks after every `every` steps; in between each rank has its own."""
 
     def __init__(self, slots: Slots, world: World, every: int, outer: OuterStep | None) -> None:
         self.slots, self.wire, self.every, self.outer = slots, Wire(world), every, outer
-        self.num_steps = 0  # since the last meeting
-        self.anchor: Tensor | None = None  # the weights then
+        self.num_steps = 0  # since the last average
+        self.anchor: Tensor | None = None  # the common weights since the last average
         self.momentum = slots.zeros() if outer is not None else None
 
     def begin(self) -> None:
-        """Before a step: the weights that all ranks have are those to measure from."""
+        """Call before a step. Saves the common weights, from which the outer gradient is measured."""
         if self.outer is not None and self.num_steps == 0:
             self.anchor = self._weights()
 
@@ -57,7 +58,7 @@ class Averaging:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The mean of all ranks' weights in the place of this rank's, for whoever reads them. All ranks enter it."""
+        """Put the mean of all ranks' weights into the model for the duration, to evaluate or save. A collective."""
         if self.num_steps == 0:
             yield
             return
@@ -71,18 +72,18 @@ class Averaging:
                 self._set(own)
 
     def mean_of(self, tensor: Tensor) -> Tensor:
-        """Over the ranks, as a new tensor. Counters stay as they are."""
+        """The mean over ranks as a new tensor; integers and scalars, such as counters, are returned as they are."""
         if not tensor.is_floating_point() or tensor.dim() == 0:
             return tensor
         return self._mean(tensor.to(device=self.slots.device, copy=True)).to(tensor.device)
 
     def _weights(self) -> Tensor:
         vector = self.slots.zeros()
-        torch._foreach_copy_(self.slots.views(vector), [p.detach() for p in self.slots.parameters])
+        foreach_copy_(self.slots.views(vector), [p.detach() for p in self.slots.parameters])
         return vector
 
     def _set(self, weights: Tensor) -> None:
-        torch._foreach_copy_([p.detach() for p in self.slots.parameters], self.slots.views(weights))
+        foreach_copy_([p.detach() for p in self.slots.parameters], self.slots.views(weights))
 
     def _mean(self, vector: Tensor) -> Tensor:
         self.wire.all_reduce(vector)

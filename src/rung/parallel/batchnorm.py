@@ -1,21 +1,24 @@
-"""Batch normalisation over the whole micro-batch, however it is cut among ranks.
+"""Batch normalisation over the whole micro-batch of all ranks.
 
-torch's SyncBatchNorm refuses the CPU and counts every row it sees. This one works on any device and leaves out a rank
-whose piece is a stand-in. The statistics are combined from each rank's own mean and squared deviations, so nothing is
-lost to cancellation.
+torch's SyncBatchNorm does not run on the CPU and counts every row. This one runs on any device and leaves out ranks
+whose batch is a stand-in sample. Statistics are combined from each rank's mean and squared deviations, which avoids the
+cancellation of a sum of squares.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
+from rung.distributed.collectives import gather_flat
+from rung.distributed.torch_private import BatchNorm
 from rung.errors import ModelError
-from rung.world import gather_flat
 
 
 class _SyncStatistics(torch.autograd.Function):
@@ -36,7 +39,7 @@ class _SyncStatistics(torch.autograd.Function):
         values = x.to(torch.promote_types(x.dtype, torch.float32))
         count = values.new_full((1,), float(x.numel() // num_channels) if counted else 0.0)
         variance, mean = torch.var_mean(values, dim=dims, correction=0)
-        # Channels and the count of one rank make one row, so a single collective carries all.
+        # Mean, variance and count of a rank in one row, so that one collective is enough.
         own = torch.cat([mean, variance, count])
         rows = gather_flat(own, group)
         means, variances, counts = rows[:, :num_channels], rows[:, num_channels:-1], rows[:, -1:]
@@ -69,72 +72,119 @@ class _SyncStatistics(torch.autograd.Function):
         dist.all_reduce(sums, group=ctx.group)
         all_sum, all_dot = sums[: values.shape[1]] / total, sums[values.shape[1] :] / total
         scale = inverse if weight is None else inverse * weight
-        if ctx.counted:  # the statistics depend on this rank's samples, and pass gradient back to them
+        if ctx.counted:  # only counted samples affect the statistics and get a gradient through them
             grad = grad - all_sum.view(shape) - normal * all_dot.view(shape)
         grad_input = grad * scale.view(shape)
         return grad_input.to(ctx.input_dtype), grad_weight, grad_bias, None, None, None
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """A batch norm whose training statistics span the ranks of a group.
 
-    The user's module becomes one and keeps its parameters, buffers and names. `counted` is set to False by the runtime
-    while a stand-in sample passes.
+    The user's module becomes one in place and keeps its parameters, buffers and names. The runtime sets `counted` to
+    False while a stand-in sample passes.
     """
 
     group: dist.ProcessGroup
     counted: bool = True
 
-    def _check_input_dim(self, input: Tensor) -> None:
+    def forward(self, input: Tensor) -> Tensor:
         if input.dim() < 2:
             raise ValueError(f"batch norm needs at least 2 dimensions, got {input.dim()}")
-
-    def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
-            return super().forward(input)
-        output, mean, variance, total = _SyncStatistics.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.counted, self.group
+            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        tracked = self.training and self.track_running_stats
+        momentum: float | Tensor | None = self.momentum
+        if tracked and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1.0 / self.num_batches_tracked.to(torch.promote_types(input.dtype, torch.float32))
+        return self.normalise(
+            input, self.running_mean if tracked else None, self.running_var if tracked else None, momentum, self.eps
         )
-        if (
-            self.training
-            and self.track_running_stats
-            and self.running_mean is not None
-            and self.running_var is not None
-        ):
+
+    def normalise(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float | Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Normalise by the statistics of all ranks, and update the running ones, if they are given."""
+        output, mean, variance, total = _SyncStatistics.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, eps, self.counted, self.group
+        )
+        if running_mean is not None and running_var is not None and momentum is not None:
             with torch.no_grad():
-                if self.num_batches_tracked is not None:
-                    self.num_batches_tracked.add_(1)
-                factor = self.momentum
-                if factor is None:
-                    assert self.num_batches_tracked is not None
-                    keep = 1.0 / self.num_batches_tracked.to(mean.dtype)
-                else:
-                    keep = mean.new_tensor(factor)
-                unbiased = variance * (total / (total - 1).clamp(min=1))
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), keep.to(self.running_mean.dtype))
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), keep.to(self.running_var.dtype))
+                unbiased = variance * (total / (total - 1).clamp(min=1))  # the clamp avoids 1 / 0 for a single value
+                for running, new in ((running_mean, mean), (running_var, unbiased)):
+                    share = torch.as_tensor(momentum, dtype=running.dtype, device=running.device)
+                    running.lerp_(new.to(running.dtype), share)
         return output  # type: ignore[no-any-return]
 
 
-def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+class _SynchronisedCall(TorchFunctionMode):
+    """Inside the forward of a subclass of batch norm (timm's have an activation in it): its F.batch_norm becomes ours.
+
+    Refuses a forward that normalises anything but its input, such as parts of the batch, or by code of its own.
+    """
+
+    def __init__(self, module: SyncBatchNorm, input: Tensor) -> None:
+        super().__init__()
+        self._module, self._input = module, input
+        self.is_done = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        given = inspect.signature(F.batch_norm).bind(*args, **kwargs)
+        given.apply_defaults()
+        values = given.arguments
+        if not values["training"]:
+            self.is_done = True
+            return func(*args, **kwargs)
+        if self.is_done or values["input"] is not self._input or values["weight"] is not self._module.weight:
+            raise _not_synchronised(self._module)
+        self.is_done = True
+        names = ("input", "running_mean", "running_var", "momentum", "eps")
+        return self._module.normalise(*(values[name] for name in names))
 
 
-def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> list[SyncBatchNorm]:
-    """Turn every batch norm of the model into one that spans `group`, in place: same objects, same names."""
-    turned = []
-    for name, module in batch_norms(model):
-        if type(module) not in _KNOWN:
-            raise ModelError(
-                f"{name} is a {type(module).__name__}, a batch norm with code of its own, which cannot be "
-                "synchronised. Use --set batch_norm=local, or torch's own class."
-            )
-        module.__class__ = SyncBatchNorm
+def _synchronised(cls: type[BatchNorm]) -> type[SyncBatchNorm]:
+    """A subclass of the user's class, whose forward runs with synchronised statistics."""
+
+    def forward(self: SyncBatchNorm, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with _SynchronisedCall(self, input) as call:
+            output: Tensor = cls.forward(self, input, *args, **kwargs)
+        if not call.is_done:
+            raise _not_synchronised(self)
+        return output
+
+    return type(cls.__name__, (SyncBatchNorm, cls), {"forward": forward})
+
+
+def _not_synchronised(module: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(module).__name__} is a subclass of batch norm with its own code, which cannot be synchronised: it does "
+        "not normalise its whole input by F.batch_norm. Use --set batch_norm=local, or one of torch's classes."
+    )
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, BatchNorm]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
+
+
+def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Change the class of every batch norm of the model to SyncBatchNorm over `group`, in place."""
+    classes: dict[type[BatchNorm], type[SyncBatchNorm]] = dict.fromkeys(_KNOWN, SyncBatchNorm)
+    for _, module in batch_norms(model):
+        cls = type(module)
+        classes[cls] = classes.get(cls) or _synchronised(cls)
+        module.__class__ = classes[cls]
         assert isinstance(module, SyncBatchNorm)
         module.group = group
-        turned.append(module)
-    return turned
 
 
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -1,9 +1,11 @@
-"""Where a model's repeated blocks are: the pieces that are sharded, checkpointed and compiled one by one."""
+"""Find a model's repeated blocks, which are sharded, checkpointed and compiled one by one."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -11,17 +13,30 @@ from torch import nn
 from rung.errors import ModelError, nearest
 
 
-def find_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str, nn.Module]]:
-    """The blocks, by the task's pattern ("blocks.*") or found: the children of the largest list of like modules.
+@dataclass
+class BlockReuse:
+    """A cache of per-block results that the dry runs of one task share. Training does not use one."""
 
-    A model without such a list is cut at its top level: each child that has parameters is a block.
+    proofs: dict[Any, list[Any]] = field(default_factory=dict)  # tensor-parallel pairs of a block that were checked
+    wrap: Callable[[nn.Module], None] | None = None  # replaces a block's forward by one that replays a recorded trace
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether blocks of equal types and shapes are assumed to be identical, which is enough for an estimate."""
+        return self.wrap is not None
+
+
+def find_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str, nn.Module]]:
+    """The blocks by the task's pattern ("blocks.*"), or the children of the largest list of modules of one class.
+
+    In a model without such a list, each top-level child that has parameters is a block.
     """
     found = find_list_of_blocks(model, pattern)
     return found or [(name, child) for name, child in model.named_children() if num_parameters(child) > 0]
 
 
 def find_list_of_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str, nn.Module]]:
-    """The blocks by the pattern, or the children of the largest list of like modules; none if there is no such list."""
+    """The blocks by the pattern, or the children of the largest list of modules of one class, if there is one."""
     named = [(name, module) for name, module in model.named_modules() if name]
     if pattern is not None:
         found = [(n, m) for n, m in named if fnmatch.fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")]
@@ -48,12 +63,12 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def describe(block: nn.Module) -> tuple[Any, ...]:
-    """What two blocks share if one analysis serves both: types, shapes, and the numbers that their modules keep."""
-    is_place = re.compile(r"(idx|index|id|number)$")
+    """A key of types, shapes and plain attributes; one analysis serves all blocks of equal key."""
+    is_layer_index = re.compile(r"(idx|index|id|number)$")
     numbers = tuple(
         (name, type(module), key, value)
         for name, module in block.named_modules()
         for key, value in sorted(vars(module).items())
-        if type(value) in (int, float, bool, str) and not is_place.search(key)
+        if type(value) in (int, float, bool, str) and not is_layer_index.search(key)
     )
     return type(block), numbers, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())

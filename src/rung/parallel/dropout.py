@@ -1,4 +1,4 @@
-"""Dropout turned off, wherever it is written."""
+"""Turn dropout off, whether it is a module or a function call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from rung.distributed.torch_private import Dropout
+
 
 class NoDropout(TorchFunctionMode):
-    """Makes every dropout the identity, written as a module or called as a function. `met`: whether there was one."""
+    """Makes every dropout call the identity. `found` is whether an active one was called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.met = False
+        self.found = False
 
     _DROPOUTS = frozenset(
         getattr(nn.functional, name)
@@ -28,7 +30,7 @@ class NoDropout(TorchFunctionMode):
         if func in self._DROPOUTS or func is torch.dropout:
             p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             is_on = kwargs.get("training", args[2] if len(args) > 2 else True)
-            self.met = self.met or bool(is_on and p > 0)
+            self.found = self.found or bool(is_on and p > 0)
             return args[0] if args else kwargs["input"]
         if func is nn.functional.scaled_dot_product_attention:
             if len(args) > 4:
@@ -38,8 +40,21 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def turn_off_dropout(model: nn.Module) -> None:
+    """Set dropout probabilities to 0, also where a kernel applies the dropout (attention, recurrent layers) and where
+    whole branches are dropped, by the names that torchvision, timm and transformers have for it."""
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
+        elif type(module).__name__.endswith(("DropPath", "StochasticDepth")):
+            for name in {"p", "drop_prob"} & vars(module).keys():
+                setattr(module, name, 0.0)
+
+
 def without_dropout(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with dropout off, whoever calls it: no mode is around what backward computes again."""
+    """Wrap `forward` in NoDropout, because modes around backward are not active when it recomputes a block."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

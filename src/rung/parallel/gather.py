@@ -1,4 +1,4 @@
-"""Whole tensors from cut ones, for saving."""
+"""Gather DTensors for saving."""
 
 from __future__ import annotations
 
@@ -7,43 +7,42 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from rung.world import gather_flat
+from rung.distributed.collectives import gather_flat
 
 
-def whole_tensor(cut: DTensor, device: torch.device) -> Tensor:
-    """All of a cut tensor, on every rank of its mesh. Parts travel through `device` (they may be offloaded).
+def whole_tensor(sharded: DTensor, device: torch.device) -> Tensor:
+    """Gather a DTensor on every rank of its mesh, through `device`, since the local shards may be offloaded.
 
-    Gathered by hand, axis by axis: the functional all-gather behind `full_tensor` crashes when gloo carries CUDA
-    tensors (torch 2.11). FSDP cuts last what tensor parallelism cut before, though its axis comes first; its placement
-    (strided) says so.
+    Axis by axis, because the functional all-gather behind `full_tensor` crashes on gloo with CUDA tensors (torch 2.11).
+    FSDP shards after tensor parallelism although its mesh axis comes first; it marks that by a strided placement.
     """
-    if cut.numel() == 0:
-        return torch.empty(cut.shape, dtype=cut.dtype, device=device)
-    mesh = cut.device_mesh
-    axes = [axis for axis, placement in enumerate(cut.placements) if not placement.is_replicate()]
-    # In the order of cutting: plain ones from the outermost axis in, then the strided ones.
-    axes.sort(key=lambda axis: (type(cut.placements[axis]) is not Shard, axis))
-    lengths: list[int] = []  # what each cut divided
-    reached: dict[int, int] = {}
+    if sharded.numel() == 0:
+        return torch.empty(sharded.shape, dtype=sharded.dtype, device=device)
+    mesh = sharded.device_mesh
+    axes = [axis for axis, placement in enumerate(sharded.placements) if not placement.is_replicate()]
+    # In the order of sharding: plain placements from the outermost axis inward, then the strided ones.
+    axes.sort(key=lambda axis: (type(sharded.placements[axis]) is not Shard, axis))
+    lengths: list[int] = []  # the length that each axis divided
+    lengths_left: dict[int, int] = {}
     for axis in axes:
-        dim = _dim_of(cut, axis)
-        length = reached.get(dim, cut.shape[dim])
+        dim = _dim_of(sharded, axis)
+        length = lengths_left.get(dim, sharded.shape[dim])
         lengths.append(length)
         each = -(-length // mesh.size(axis))
-        reached[dim] = max(0, min(each, length - mesh.get_local_rank(axis) * each))
-    part = cut.to_local().to(device)
+        lengths_left[dim] = max(0, min(each, length - mesh.get_local_rank(axis) * each))
+    part = sharded.to_local().to(device)
     for axis, length in zip(reversed(axes), reversed(lengths), strict=True):
-        part = _gather_dim(part, _dim_of(cut, axis), length, mesh.get_group(axis))
+        part = _gather_dim(part, _dim_of(sharded, axis), length, mesh.get_group(axis))
     return part
 
 
-def _dim_of(cut: DTensor, axis: int) -> int:
-    dim: int = cut.placements[axis].dim  # type: ignore[attr-defined]
-    return dim % cut.dim()
+def _dim_of(sharded: DTensor, axis: int) -> int:
+    dim: int = sharded.placements[axis].dim  # type: ignore[attr-defined]
+    return dim % sharded.dim()
 
 
 def _gather_dim(part: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Parts of a dimension that was cut into chunks of equal size, the last ones shorter or empty."""
+    """All-gather a dimension sharded in chunks of equal size, of which the last may be shorter or empty."""
     size = dist.get_world_size(group)
     each = -(-length // size)
     rows = part.transpose(0, dim)

@@ -1,15 +1,16 @@
-"""Initial weights: made once, from the seed alone, and given to every rank piece by piece.
+"""Initial weights: built once from the seed and broadcast to the ranks unit by unit.
 
-Every rank builds the model without storage (on the meta device); the main rank also builds it for real on the host.
-Storage is then made for one piece at a time, filled by a broadcast from the main rank, and may be sharded before the
-next piece comes. So no rank but the main one ever holds the whole model, and the weights do not depend on the layout.
+Every rank builds the model on the meta device; rank 0 also builds it on the host. `fill` then allocates one unit at a
+time and fills it by a broadcast from rank 0; the unit may be sharded before the next one is filled. So only rank 0 ever
+holds the whole model, and the weights do not depend on the layout.
 
-A rank of a pipeline keeps the pieces of its own stages. In place of the others it has tensors without data, so that the
-model keeps its form and its own forward can run up to what this rank computes.
+A rank of a pipeline keeps the tensors of its own stages. The others become fake tensors, so that the modules stay
+complete and the model's own forward can run up to this rank's stage.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +19,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rung import fakes
+from rung.data.rng import seed_generators
+from rung.distributed import fake_world
+from rung.distributed.collectives import broadcast_from
+from rung.distributed.torch_private import buffers_of, num_gradient_hooks, plain_attributes
+from rung.distributed.world import World
 from rung.errors import ModelError
-from rung.generators import seed_generators
-from rung.task import Task
-from rung.world import World, broadcast_from
+from rung.spec.task import Task
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def gradient_hooks(model: nn.Module) -> Counter[str]:
+    """The number of gradient hooks on each parameter, by name."""
+    return Counter({name: num_gradient_hooks(parameter) for name, parameter in model.named_parameters()})
 
 
 class Weights:
-    """The seeded weights of a model, handed out by name to the pieces of its skeleton."""
+    """The seeded weights of a model, from which `fill` materializes its meta tensors by name."""
 
     def __init__(
         self,
@@ -37,30 +47,32 @@ class Weights:
         *,
         seeded: bool = True,
         channels_last: bool = False,
+        masters: bool = False,
     ) -> None:
+        """`dtype` is that of all floating tensors, or the task's. With `masters`, half precision becomes fp32."""
         self._world = world
         self._channels_last = channels_last
-        # Else storage is left as it comes: a checkpoint will fill it, or nobody will, where tensors hold no data.
-        self._seeded = seeded = seeded and world.has_storage
-        self._dtype = dtype
-        with world.tensors():
+        # If not seeded, storage stays uninitialized: a checkpoint fills it, or tensors are fake and have no data.
+        self._seeded = seeded = seeded and world.tensors.has_storage
+        self._dtype, self._masters = dtype, masters
+        self.widened: torch.dtype | None = None  # the type of weights that became fp32
+        with world.tensors.mode():
             self.model = self._build(task, seed, "meta")
-            # All ranks agree. A constructor that fails on one rank alone (it reads a file, say) would otherwise leave
-            # this rank out of the broadcasts in which the others wait for it.
+            # All ranks must agree: if a constructor fails on one rank only (it reads a file, say), that rank would skip
+            # the broadcasts in which the others wait for it.
             own = self.model is not None and _all_meta(self.model)
             self.is_skeleton = all(world.gather_objects(own))
             source = None
             if not self.is_skeleton or (world.has_source and seeded):
                 source = self._build(task, seed, "cpu")
-                if source is None:
-                    raise AssertionError("a build on the host raises its own error")
+                assert source is not None  # a build on the host raises its own error
             if not self.is_skeleton:
-                # Some constructors compute with real numbers. Then every rank builds the whole model for itself.
+                # Some constructors compute with tensor values. Then every rank builds the whole model on the host.
                 self.model = source
         assert self.model is not None
         self._names = _names_of(self.model)
         self._keeps: Callable[[str], bool] = lambda name: True
-        self.mode = world.fake_mode or fakes.new_fake_mode()  # of the tensors that stand for absent ones
+        self.mode = world.tensors.fake_mode or fake_world.new_fake_mode()  # for tensors of other ranks' stages
         # By identity of the skeleton's tensors, so that tied weights are one entry.
         self._source: dict[str, Tensor] = {}
         if self.is_skeleton and source is not None:
@@ -74,7 +86,7 @@ class Weights:
                 with torch.device("meta"):
                     model = task.model()
             except Exception:
-                return None  # the build on the host will succeed, or raise the same
+                return None  # the build on the host succeeds or raises the same error
         else:
             model = task.model()
         if not isinstance(model, nn.Module):
@@ -82,71 +94,77 @@ class Weights:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ModelError(f"{task.name}: {name} is lazy and has no shape yet. Use modules with stated sizes.")
+        if hooked := +gradient_hooks(model):
+            raise ModelError(
+                f"{task.name}: model() registers a hook on the gradient of {next(iter(hooked))}. Rung trains "
+                "another tensor in its place, so the hook would never run. Change gradients in a hook of the optimizer "
+                "(register_step_pre_hook), or of a module."
+            )
         if device == "cpu":
             _refuse_shared_storage(model, task.name)
         if self._dtype is not None:
-            self._convert(model)
+            self._convert(model, self._dtype)
+        elif self._masters and (half := [p.dtype for p in model.parameters() if p.dtype in _HALF]):
+            self.widened = half[0]
+            self._convert(model, torch.float32, only=_HALF)
         return model
 
-    def _convert(self, model: nn.Module) -> None:
-        """Every floating tensor in the type asked for. Not by `model.to`, which cannot do it to fake tensors."""
-        assert self._dtype is not None
-        done: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its identity stays its own
+    def _convert(self, model: nn.Module, dtype: torch.dtype, only: tuple[torch.dtype, ...] = ()) -> None:
+        """Convert floating tensors, or those of some types. `model.to` cannot convert fake tensors."""
+        done: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old tensor alive, so that its id() is not reused
         for owner in model.modules():
-            for registry in (owner._parameters, owner._buffers):
-                for key, tensor in list(registry.items()):
-                    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
-                        continue
-                    if id(tensor) not in done:
-                        wanted = self._dtype.to_complex() if tensor.is_complex() else self._dtype
-                        value = tensor.detach().to(wanted)
-                        if isinstance(tensor, nn.Parameter):
-                            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                        _carry_marks(tensor, value)
-                        done[id(tensor)] = tensor, value
-                    put_tensor(owner, key, done[id(tensor)][1])
+            for key, tensor in own_tensors(owner):
+                if not (tensor.is_floating_point() or tensor.is_complex()) or (only and tensor.dtype not in only):
+                    continue
+                if id(tensor) not in done:
+                    wanted = dtype.to_complex() if tensor.is_complex() else dtype
+                    value = tensor.detach().to(wanted)
+                    if isinstance(tensor, nn.Parameter):
+                        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                    _copy_attributes(tensor, value)
+                    done[id(tensor)] = tensor, value
+                put_tensor(owner, key, done[id(tensor)][1])
 
     def keep_only(self, keeps: Callable[[str], bool]) -> None:
-        """Which tensors, by name, belong to this rank. The others are left without data."""
+        """Set which tensors, by name, this rank keeps. `fill` makes fake ones of the others."""
         self._keeps = keeps
 
     def fill(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Give storage and values to every tensor of `module` that has none yet.
+        """Allocate and fill every tensor of `module` that has no storage yet.
 
-        All ranks call it for the same modules in the same order, whether they keep them or not.
+        All ranks must call it for the same modules in the same order, because it broadcasts.
         """
         device = device or self._world.device
-        done: dict[int, Tensor] = {}  # by identity, so that tied weights stay tied
-        with self._world.tensors(), torch.no_grad():
+        done: dict[int, Tensor] = {}  # by id, so that tied weights stay tied
+        with self._world.tensors.mode(), torch.no_grad():
             for owner in module.modules():
-                for registry in (owner._parameters, owner._buffers):
-                    for key, tensor in list(registry.items()):
-                        if tensor is None or isinstance(tensor, DTensor):
+                for key, tensor in own_tensors(owner):
+                    if isinstance(tensor, DTensor):
+                        continue
+                    if id(tensor) not in done:
+                        # Popped, because Python may give its id to another tensor later.
+                        name = self._names.pop(id(tensor), None)
+                        if name is None:
                             continue
-                        if id(tensor) not in done:
-                            # Forgotten once it is dealt with: its identity may become another tensor's.
-                            name = self._names.pop(id(tensor), None)
-                            if name is None:
-                                continue
-                            if not self._keeps(name):
-                                done[id(tensor)] = self._let_go(tensor, name, device)
-                            elif tensor.device == device:
-                                continue  # in its place already
-                            else:
-                                done[id(tensor)] = self._in_place(tensor, name, device)
-                        put_tensor(owner, key, done[id(tensor)])
+                        if not self._keeps(name):
+                            done[id(tensor)] = self._absent(tensor, name, device)
+                        elif tensor.device == device:
+                            continue  # has its storage already
+                        else:
+                            done[id(tensor)] = self._materialized(tensor, name, device)
+                    put_tensor(owner, key, done[id(tensor)])
 
-    def _in_place(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
-        """The tensor with storage on `device`, and its seeded values."""
+    def _materialized(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
+        """The tensor with storage on `device` and its seeded values."""
         value = self._value(tensor, name).to(device) if _on_meta(tensor) else tensor.detach().to(device)
-        value = self._laid_out(value, tensor)
+        value = self._in_memory_format(value, tensor)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        _carry_marks(tensor, value)
+        _copy_attributes(tensor, value)
         return value
 
-    def _laid_out(self, value: Tensor, skeleton: Tensor) -> Tensor:
-        """In the memory format asked for, or else that of the task's own. What is cut by rows has to be contiguous."""
+    def _in_memory_format(self, value: Tensor, skeleton: Tensor) -> Tensor:
+        """The value in the requested memory format or the task's own. FSDP shards by rows and needs it contiguous."""
         if value.dim() != 4:
             return value
         if self._world.layout.uses_fully_shard:
@@ -154,49 +172,52 @@ class Weights:
         own = skeleton.is_contiguous(memory_format=torch.channels_last) and not skeleton.is_contiguous()
         return value.contiguous(memory_format=torch.channels_last) if own or self._channels_last else value
 
-    def _let_go(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
-        """What stands in for a tensor that another rank keeps."""
+    def _absent(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
+        """A fake tensor in the place of one that another rank keeps."""
         if _on_meta(tensor):
             self._value(tensor, name)  # the broadcast needs every rank
-        with fakes.imagined(self.mode):
+        with fake_world.imagined(self.mode):
             absent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
                 absent = nn.Parameter(absent, requires_grad=False)
-        _carry_marks(tensor, absent)
+        _copy_attributes(tensor, absent)
         absent.is_absent, absent.is_trained_elsewhere = True, tensor.requires_grad  # type: ignore[attr-defined]
         return absent
 
     def _value(self, skeleton: Tensor, name: str) -> Tensor:
         world = self._world
-        if not self._seeded:
-            return torch.empty_like(skeleton, device=world.device)
-        if world.has_source:
+        if self._seeded and world.has_source:
             value = self._source.pop(name).detach().to(world.device)
         else:
             value = torch.empty_like(skeleton, device=world.device)
-        if world.size > 1 and value.numel() > 0:
+        if self._seeded and world.size > 1 and value.numel() > 0:
             value = value.contiguous()
             broadcast_from(0, value)
         return value
 
 
-def _carry_marks(old: Tensor, new: Tensor) -> None:
-    """What the task may have left on its parameters. A fake tensor has marks of its own there, such as its device."""
+def _copy_attributes(old: Tensor, new: Tensor) -> None:
+    """Copy attributes that the task set on a tensor, but keep a fake tensor's own ones, such as its device."""
     new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
 
 
 def put_tensor(owner: nn.Module, key: str, tensor: Tensor) -> None:
-    """Put a parameter or buffer in the place of another of the same name."""
-    if isinstance(owner, nn.RNNBase) and isinstance(tensor, nn.Parameter):
-        setattr(owner, key, tensor)  # by name: recurrent layers keep a list beside it
-    elif key in owner._parameters:
-        owner._parameters[key] = tensor  # type: ignore[assignment]
+    """Replace a parameter or buffer of a module."""
+    buffers = buffers_of(owner)
+    if key in buffers:
+        buffers[key] = tensor
     else:
-        owner._buffers[key] = tensor
+        setattr(owner, key, tensor)  # not `register_parameter`: recurrent layers update a list in their __setattr__
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's own parameters and buffers; one under two names is listed twice."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Whether a tensor only stands for one that another rank keeps."""
+    """Whether a tensor is a fake in the place of one that another rank keeps."""
     return getattr(tensor, "is_absent", False)
 
 
@@ -205,7 +226,7 @@ def _names_of(model: nn.Module) -> dict[int, str]:
 
 
 def _refuse_shared_storage(model: nn.Module, where: str) -> None:
-    """Two parameters over one storage are tied on one device only; a copy of the model would untie them."""
+    """Raise if two parameters share a storage: copying the model to a device would untie them."""
     seen: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0 or parameter.device.type == "meta" or type(parameter.data) is not Tensor:
@@ -224,13 +245,11 @@ def _on_meta(tensor: Tensor) -> bool:
 
 
 def _all_meta(model: nn.Module) -> bool:
-    """Whether all that must be filled later can be found by name: parameters and buffers on meta, nothing else."""
+    """Whether all tensors are meta parameters and buffers, so that `fill` finds each by its name."""
     for module in model.modules():
-        registered = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if any(not _on_meta(tensor) for tensor in registered):
+        if any(not _on_meta(tensor) for _, tensor in own_tensors(module)):
             return False
-        loose = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")]
-        if any(_holds_tensor(value) for value in loose):
+        if any(_holds_tensor(value) for value in plain_attributes(module)):
             return False
     return True
 

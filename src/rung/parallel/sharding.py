@@ -1,4 +1,4 @@
-"""Sharded parameters, gradients and optimizer state by FSDP2 (`fully_shard`): zero2, zero3/fsdp, hsdp, compositions."""
+"""Shard parameters, gradients and optimizer state with FSDP2 (`fully_shard`): zero2, zero3/fsdp, hsdp, compositions."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from rung import fakes
-from rung.config import RunConfig, shard_size
+from rung.distributed import fake_world
+from rung.distributed.world import World
 from rung.errors import ModelError
 from rung.parallel.blocks import find_blocks, num_parameters
 from rung.parallel.materialize import is_absent
-from rung.world import World
+from rung.spec.abilities import reshards_after_forward, shards_parameters
+from rung.spec.config import RunConfig, shard_size
 
 
 def gathered_type(world: World, config: RunConfig) -> torch.dtype | None:
-    """The type in which sharded parameters are gathered, where it is not their own."""
+    """The dtype in which sharded parameters are gathered; None if it is their own."""
     if not world.layout.uses_fully_shard or world.device_type != "cuda" or config.gather != "auto":
         return None
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
 
 
 class Sharding:
-    """Shards units in place, one after the other. A unit is what is gathered at a time.
+    """Applies FSDP2 to units in place. The parameters of a unit are gathered together.
 
-    It carries all data parallelism of compositions, too: there, replicas are shards of one (`ddp`), and zero1 keeps
-    parameters and gradients whole within a step.
+    Compositions use it for all data parallelism: ddp shards over an axis of size 1, and zero1 keeps parameters and
+    gradients whole within a step.
     """
 
     def __init__(self, world: World, config: RunConfig, notes: list[str]) -> None:
@@ -40,9 +42,9 @@ class Sharding:
         self._precision = MixedPrecisionPolicy(cast_forward_inputs=False)
         half = gathered_type(world, config)
         if half is not None:
-            # Gathered in the type that computes. Autocast alone would cast after gathering, and autograd would hold the
-            # cast copies of the whole model until backward: the memory that sharding is for. (On the CPU, autocast
-            # leaves norms in the type of their input, which then must be that of their parameters.)
+            # Gather in the compute dtype. Autocast alone casts after gathering, and autograd would keep the cast copies
+            # of the whole model until backward: the memory that sharding should save. Not on the CPU, where autocast
+            # runs norms in the dtype of their input, which must be that of their parameters.
             self._precision = MixedPrecisionPolicy(
                 param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
@@ -52,38 +54,34 @@ class Sharding:
             )
         on_gpu = world.device_type == "cuda"
         self._offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.offload == "cpu" else OffloadPolicy()
-        self._keeps_gathered = layout.zero < 3 or (layout.pp > 1 and layout.schedule == "zb")
-
-    def refuse_scalars(self, model: nn.Module) -> None:
-        scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-        if scalars:
-            raise ModelError(
-                f"{', '.join(scalars[:4])}: a parameter without dimensions cannot be sharded. "
-                "Give it the shape (1,), or use ddp or zero1 alone."
-            )
+        # A split backward bypasses FSDP's hooks, so with zero bubble parameters stay gathered until the end of a step.
+        self._keeps_gathered = not reshards_after_forward(layout) or (layout.num_stages > 1 and layout.schedule == "zb")
 
     def apply(self, module: nn.Module, *, is_root: bool = False) -> None:
         if self._world.device_type == "cuda":
-            self._keep_from_cudnn(module)
-        # Only parameters that hold data: the others belong to stages on other ranks.
-        ignored = {parameter for parameter in module.parameters() if is_absent(parameter)}
-        with self._world.tensors():
+            self._disable_cudnn(module)
+        # Not those of stages on other ranks, which hold no data. Nor numbers, which cannot be cut: every rank keeps
+        # them whole, and `average_whole` reduces their gradients.
+        ignored = {parameter for parameter in module.parameters() if is_absent(parameter) or parameter.dim() == 0}
+        with self._world.tensors.mode():
             fully_shard(
                 module,
                 mesh=self._mesh,
-                # The root is needed again at once when backward starts, so it stays gathered under every stage.
+                # Backward starts with the root, so resharding it after forward would only gather it twice.
                 reshard_after_forward=not (self._keeps_gathered or is_root),
                 mp_policy=self._precision,
                 offload_policy=self._offload,
                 ignored_params=ignored or None,
             )
 
-    def _keep_from_cudnn(self, module: nn.Module) -> None:
-        """cuDNN's recurrent kernels go on using the weights of the first step when these are sharded (torch 2.11)."""
+        _refuse_replaced_weights(module)
+
+    def _disable_cudnn(self, module: nn.Module) -> None:
+        """Run recurrent layers without cuDNN, which keeps using the first step's weights if sharded (torch 2.11)."""
         for layer in module.modules():
             if isinstance(layer, nn.RNNBase) and not hasattr(layer.forward, "without_cudnn"):
                 layer.forward = _without_cudnn(layer.forward)
-                note = "recurrent layers run without cuDNN: it does not follow sharded weights"
+                note = "recurrent layers run without cuDNN, which does not see updates of sharded weights"
                 if note not in self._notes:
                     self._notes.append(note)
 
@@ -105,6 +103,31 @@ class Sharding:
             )
 
 
+def average_whole(parameters: list[nn.Parameter], world: World) -> None:
+    """Average the gradients of parameters without dimensions over the data ranks, as FSDP does with the others."""
+    for parameter in parameters:
+        if parameter.dim() == 0 and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=world.data_group)
+            parameter.grad /= world.layout.num_data_ranks
+
+
+def _refuse_replaced_weights(unit: nn.Module) -> None:
+    """Raise when a unit is called with other weights than its own, which FSDP would put back without a word."""
+    places = [(module, name) for module in unit.modules() for name, _ in module.named_parameters(recurse=False)]
+
+    def check(module: nn.Module, inputs: Any) -> None:
+        for owner, name in places:
+            if not isinstance(getattr(owner, name), nn.Parameter):
+                raise ModelError(
+                    f"{type(module).__name__} is called with other weights than its own (functional_call does that): "
+                    f"{name} is no parameter. Sharding gathers the unit's own weights for each call and would put them "
+                    "in their place. --shard-by whole gathers all weights before forward and lets them be replaced; so "
+                    "do ddp and zero1."
+                )
+
+    unit.register_forward_pre_hook(check, prepend=True)
+
+
 def _without_cudnn(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +141,7 @@ def _without_cudnn(forward: Callable[..., Any]) -> Callable[..., Any]:
 def without_shared(
     model: nn.Module, units: list[tuple[str, nn.Module]], notes: list[str]
 ) -> list[tuple[str, nn.Module]]:
-    """Leave to the root every unit that shares a parameter with something outside: a shard has one owner."""
+    """Drop units that share a parameter with a module outside, since one FSDP unit must own it; the root does."""
     users: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -148,7 +171,7 @@ def choose_units(model: nn.Module, shard_by: str, blocks: str | None) -> list[tu
     units: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> int:
-        """Cut below `module`; returns the parameters that are left to it."""
+        """Choose units below `module`; returns the number of parameters that no unit holds."""
         left = sum(p.numel() for p in module.parameters(recurse=False))
         for key, child in module.named_children():
             left += visit(f"{name}.{key}" if name else key, child)
@@ -162,25 +185,25 @@ def choose_units(model: nn.Module, shard_by: str, blocks: str | None) -> list[tu
 
 
 def set_gradient_sync(root: nn.Module, world: World, *, is_last: bool) -> None:
-    """What the backward of one micro-batch does with gradients and gathered parameters.
+    """Set what the backward of one micro-batch does with gradients and gathered parameters.
 
-    zero2 and zero3 reduce gradients into shards in every micro-batch (that is what keeps them sharded), and between
-    replicas only in the last one. With zero0 and zero1 gradients stay whole until the last. Below zero3, parameters
-    stay gathered until the last.
+    zero2 and zero3 reduce-scatter gradients in every micro-batch, which keeps them sharded, and all-reduce between
+    replicas only in the last one. zero0 and zero1 keep whole gradients until the last. Below zero3, parameters stay
+    gathered until the last.
     """
     assert isinstance(root, FSDPModule)
     layout = world.layout
-    if layout.zero < 2:
+    if not shards_parameters(layout):
         root.set_requires_gradient_sync(is_last)
     elif layout.dp_replicate > 1:
         root.set_requires_all_reduce(is_last)
-    if layout.zero < 3:
+    if not reshards_after_forward(layout):
         root.set_reshard_after_backward(is_last)
     root.set_is_last_backward(is_last)
 
 
-def hold_gradients(root: nn.Module) -> None:
-    """For a backward that is taken apart: nothing is reduced or resharded until the schedule says so."""
+def defer_gradient_sync(root: nn.Module) -> None:
+    """For a split backward: do not reduce or reshard until the schedule calls `perform_reduce_grad`."""
     assert isinstance(root, FSDPModule)
     root.set_requires_gradient_sync(False)
     root.set_reshard_after_backward(False)
@@ -188,7 +211,7 @@ def hold_gradients(root: nn.Module) -> None:
 
 
 def name_gathered(model: nn.Module) -> dict[int, str]:
-    """The names of gathered parameters by identity, filled as forward passes: autograd knows these, not the shards."""
+    """Names of gathered parameters by id, filled in forward: autograd refers to these, not to the shards."""
     names: dict[int, str] = {}
     for prefix, unit in model.named_modules():
         module: nn.Module = unit
@@ -203,12 +226,14 @@ def name_gathered(model: nn.Module) -> dict[int, str]:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Give back what an evaluation left gathered: without a backward, nobody else does. Or a step that failed."""
+    """Reshard parameters that an evaluation or a failed step left gathered; FSDP does so only in backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            fakes.end_pass(module)
+            fake_world.end_pass(module)
             module.reshard()
 
 
 def _can_be_unit(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict) and num_parameters(module) > 0
+    """Not a container, which is never called: its parameters would not be gathered."""
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return not isinstance(module, containers) and num_parameters(module) > 0

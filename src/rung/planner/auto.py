@@ -1,4 +1,4 @@
-"""`rung train --strategy auto`: plan for this machine, say what was chosen and why, and train with it."""
+"""`rung train --strategy auto`: plan for this machine, print the choice and its reasons, and train with it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from rung.config import count_range, resolve
 from rung.errors import ConfigError
+from rung.hardware.cluster import HERE, HERE_FILE, Cluster, devices, parse_cluster
 from rung.planner.calibrate import calibrate
-from rung.planner.hardware import HERE, HERE_FILE, Cluster, devices, parse_cluster
 from rung.planner.plan import make_plan
-from rung.task import load_task
+from rung.spec.config import count_range, resolve
+from rung.spec.task import load_task
 
 _LINES = 3
 
@@ -24,28 +24,29 @@ def choose_flags(
     config_file: str | None,
     flags: Mapping[str, Any],
     assignments: Mapping[str, str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The flags of `rung train` with the planned strategy in the place of "auto", and what goes with it."""
+    """The flags of `rung train` with the planned strategy, micro-batch and checkpointing in the place of "auto"."""
     task = load_task(path)
     resolved = resolve(task, file=config_file, flags={**flags, "strategy": None}, assignments=assignments)
     config = resolved.config
     low, high = count_range(config.nproc) if config.nproc is not None else (0, 0)
     if config.nnodes != "1" or low != high:
+        requested = f"--nnodes {config.nnodes}" if config.nnodes != "1" else f"--nproc {config.nproc}"
         raise ConfigError(
-            "--strategy auto plans for a fixed number of processes on one machine. Use `rung plan TASK --cluster ...` "
-            "and give the strategy that it names."
+            f"--strategy auto plans for a fixed number of processes on one machine, not for {requested}. Use "
+            "`rung plan TASK --cluster ...` and pass the strategy that it recommends."
         )
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
     nproc = high or (torch.cuda.device_count() if on_gpu else 1)
-    cluster = local_cluster(nproc, on_gpu=on_gpu, say=say)
+    cluster = local_cluster(nproc, on_gpu=on_gpu, log=log)
     plan = make_plan(task.bind(resolved.arguments), config, cluster, advises=False)
     if plan.chosen is None:
         raise ConfigError(" ".join(plan.words))
     chosen = plan.chosen
-    say(f"auto: {chosen.layout.name} of {len(plan.rows) + len(plan.rejected)} layouts on {cluster.describe()}")
+    log(f"auto: {chosen.layout.name} of {len(plan.rows) + len(plan.rejected)} layouts on {cluster.describe()}")
     for line in plan.words[: _LINES - 1]:
-        say(f"  {line}")
+        log(f"  {line}")
     wanted = {**flags, "strategy": chosen.layout.name, "nproc": str(chosen.layout.num_ranks)}
     if chosen.num_micro_batches > 1:
         wanted["micro_batch"] = chosen.micro_batch
@@ -54,17 +55,17 @@ def choose_flags(
     return wanted
 
 
-def local_cluster(nproc: int, *, on_gpu: bool, say: Callable[[str], None]) -> Cluster:
-    """This machine: by the record of its GPU, or by what was measured here, which is done now if it was not yet."""
+def local_cluster(nproc: int, *, on_gpu: bool, log: Callable[[str], None]) -> Cluster:
+    """This machine as a cluster: from the record of its GPU or a calibration, which runs now if there is none."""
     found = recorded_cluster(nproc, on_gpu=on_gpu)
     if found is None:
-        say(f"auto: measuring this machine once ({HERE_FILE}; `rung calibrate` does it again)")
+        log(f"auto: measuring this machine once ({HERE_FILE}; `rung calibrate` does it again)")
         calibrate(sorted({1, nproc}), HERE_FILE)
     return found or parse_cluster(f"{nproc}x{HERE}")
 
 
 def recorded_cluster(nproc: int, *, on_gpu: bool) -> Cluster | None:
-    """This machine as far as there are records of it; None where there are not."""
+    """This machine as a cluster, if its GPU has a record or it was calibrated; else None."""
     known = devices()
     is_measured = all(f"{HERE}-{count}" in known for count in (1, nproc))
     if is_measured and (known[f"{HERE}-1"].kind == "cuda") == on_gpu:

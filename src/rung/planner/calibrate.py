@@ -1,6 +1,6 @@
-"""`rung calibrate`: what this machine can do, measured, as a record that `rung plan --cluster Nxhere` reads.
+"""`rung calibrate`: measure this machine and write a hardware record for `rung plan --cluster Nxhere`.
 
-On a CPU the processes of a job share cores and memory, so everything is measured while all of them measure.
+On a CPU the processes of a job share cores and memory, so all of them measure at the same time.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from rung.bench.collectives import Case, Plan
-from rung.bench.command import run_on_ranks
-from rung.config import RunConfig
-from rung.disk import check_file, writing
-from rung.launch.crew import on_ranks
-from rung.launch.server import warm_up
-from rung.machine import free_host_bytes, processor_name
+from rung.distributed.world import World, open_world
+from rung.hardware.bench.collectives import Case, SweepPlan
+from rung.hardware.bench.sweep import run_on_ranks
+from rung.hardware.cluster import HERE, HERE_FILE, Cluster, Device, Link
+from rung.launch.fork_server import start_fork_server
+from rung.launch.spawn import on_ranks
 from rung.planner.cost import duration, step_time
 from rung.planner.dryrun import dry_run
-from rung.planner.hardware import HERE, HERE_FILE, Cluster, Device, Link
 from rung.planner.kernels import Point, measure_kernels
-from rung.processes import num_cores
+from rung.planner.trace import Sent, Work
 from rung.runtime import build_runtime
-from rung.sizes import human_bytes
-from rung.strategy import parse
-from rung.task import Task
-from rung.trace import Sent, Work
-from rung.train import make_batches
-from rung.world import World, open_world
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.spec.task import Task
+from rung.system.disk import check_file, writing
+from rung.system.host import free_host_bytes, processor_name
+from rung.system.processes import num_cores
+from rung.system.units import human_bytes
+from rung.train.worker import make_batches
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 _SIZES = (1024, 16384, 262144, 2**22, 2**24)
-_SLOW = 0.1  # seconds: a product that takes longer is the last of its type
+_SLOW = 0.1  # seconds: after a matrix product this slow, larger ones of its dtype are skipped
 _SMALL_STEPS = 60
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """Of one process while others measure, too."""
+    """The rates of one process while the others measure too."""
 
     rates: dict[str, list[Point]]
     bandwidths: list[Point]
@@ -60,26 +60,26 @@ class Abilities:
 
 
 def measure_abilities(nproc: int, device: str) -> Abilities:
-    """Products by size and type, simple operations by size, others one by one, and what any operation costs besides."""
+    """Measure matrix products by size and dtype, memory bandwidth by size, other kernels, and the cost of an issue."""
     with open_world(parse("ddp" if nproc > 1 else "single", nproc), device=device, timeout_seconds=120) as world:
-        # Where processes take turns on a core, the best of several times is one that had the core for itself.
+        # If processes share a core, the fastest of several times had the core to itself and must not be taken.
         stopwatch = _Stopwatch(world, takes_turns=device == "cpu" and nproc > num_cores())
-        rates = {name: _products(dtype, stopwatch) for name, dtype in _TYPES.items()}
-        # One by one only on a CPU: on a GPU the host would be what is measured, and memory is what limits them.
+        rates = {name: _matrix_products(dtype, stopwatch) for name, dtype in _TYPES.items()}
+        # Only on a CPU: on a GPU these kernels are limited by memory, and timing one would measure the host.
         kernels = measure_kernels(world, stopwatch) if device == "cpu" else {}
-        found = Abilities(rates, _movements(stopwatch), kernels, 0.0)
-    return replace(found, issue=_issue(found, device))
+        found = Abilities(rates, _memory_bandwidths(stopwatch), kernels, 0.0)
+    return replace(found, issue=_issue_seconds(found, device))
 
 
 class _Stopwatch:
-    """Times calls while all processes time theirs."""
+    """Times calls while all other processes time theirs."""
 
     def __init__(self, world: World, *, takes_turns: bool) -> None:
         self.where = world.device
         self._world, self._takes_turns = world, takes_turns
 
     def __call__(self, function: Callable[[], Any], at_least: float = 0.03) -> float:
-        """Seconds of a call."""
+        """The seconds of one call."""
         self._run(function, 1)
         once = self._run(function, 1)
         times = max(1, min(1000, int(at_least / 2 / max(once, 1e-7))))
@@ -87,12 +87,12 @@ class _Stopwatch:
         rows = [self._run(function, times) for _ in range(2 if once < _SLOW else 1)]
         return sum(rows) / len(rows) if self._takes_turns else min(rows)
 
-    def agree(self, is_so: bool) -> bool:
-        """Whether it is so for any process; all of them must measure the same things."""
-        said = torch.tensor([int(is_so)])
+    def agree(self, condition: bool) -> bool:
+        """Whether the condition holds on any process: all must take the same measurements."""
+        flag = torch.tensor([int(condition)])
         if self._world.size > 1:
-            dist.all_reduce(said, dist.ReduceOp.MAX)
-        return bool(said.item())
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
 
     def _run(self, function: Callable[[], Any], times: int) -> float:
         on_gpu = self.where.type == "cuda"
@@ -106,7 +106,7 @@ class _Stopwatch:
         return (time.perf_counter() - started) / times
 
 
-def _products(dtype: torch.dtype, stopwatch: _Stopwatch) -> list[Point]:
+def _matrix_products(dtype: torch.dtype, stopwatch: _Stopwatch) -> list[Point]:
     found = []
     where = stopwatch.where
     sizes = (16, 32, 64, 128, 256, 512, 1024, 2048) if where.type == "cpu" else (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -119,7 +119,7 @@ def _products(dtype: torch.dtype, stopwatch: _Stopwatch) -> list[Point]:
     return found
 
 
-def _movements(stopwatch: _Stopwatch) -> list[Point]:
+def _memory_bandwidths(stopwatch: _Stopwatch) -> list[Point]:
     found = []
     largest = 26 if stopwatch.where.type == "cpu" else 30
     for power in range(10, largest + 1, 2):
@@ -131,21 +131,21 @@ def _movements(stopwatch: _Stopwatch) -> list[Point]:
     return found
 
 
-def _issue(found: Abilities, device: str) -> float:
-    """What an operation costs besides its own time: a step of a small model, over the operations that it has."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # each process trains by itself
+def _issue_seconds(found: Abilities, device: str) -> float:
+    """The overhead of one operation: the step time of a small model divided by its number of operations."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # each process trains alone
         os.environ.pop(name, None)
     run = dry_run(_small_task(), parse("single", 1), _small_config(1), device=device)
     works = [event for event in run.trace.events[run.second_step :] if isinstance(event, Work)]
     seconds = measure_small_step("single", 1, device)
-    if device == "cpu":  # a GPU works meanwhile
+    if device == "cpu":  # a GPU computes while the host issues the next operation
         own = _as_device(found)
         seconds -= sum(duration(work, own)[0] for work in works)
     return max(1e-6, seconds / len(works))
 
 
 def measure_small_step(strategy: str, nproc: int, device: str) -> float:
-    """Seconds of a step of the small task."""
+    """The median seconds of a step of the small task."""
     layout, config, task = parse(strategy, nproc), _small_config(nproc), _small_task()
     times = []
     with open_world(layout, device=device, timeout_seconds=120) as world:
@@ -157,8 +157,8 @@ def measure_small_step(strategy: str, nproc: int, device: str) -> float:
     return statistics.median(times)
 
 
-def _per_message(nproc: int, device: str, found: Abilities, times: dict[str, list[Point]]) -> float:
-    """What a message costs in the middle of a step besides its time in a row of its like: ranks are not in step."""
+def _message_overhead(nproc: int, device: str, found: Abilities, times: dict[str, list[Point]]) -> float:
+    """The extra cost of a message within a step over its time in a benchmark loop, because ranks are not in sync."""
     curves = {(key.rpartition(":")[0], nproc): tuple(c) for key, c in times.items() if key.endswith(f":{nproc}")}
     link = Link(HERE, "", 1e9, 1e-4, times=curves)
     layout = parse("zero3", nproc)
@@ -184,7 +184,7 @@ def _small_config(nproc: int) -> RunConfig:
 
 
 def _small_task() -> Task:
-    """Linear layers so small that their arithmetic is nothing."""
+    """Linear layers so small that their arithmetic takes almost no time."""
 
     def model() -> nn.Module:
         return nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(16, 16), nn.ReLU())))
@@ -201,24 +201,26 @@ def _small_task() -> Task:
     return Task(model, data, loss, optimizer, name="small")
 
 
-def calibrate(nprocs: list[int], path: Path, tell: Callable[[str], None] = lambda text: None) -> dict[int, Abilities]:
-    """Measure this machine with each number of processes, and write the record."""
-    warm_up(["rung.bench.collectives", "rung.planner.calibrate"])
+def calibrate(
+    nprocs: list[int], path: Path, progress: Callable[[str], None] = lambda text: None
+) -> dict[int, Abilities]:
+    """Measure this machine with each number of processes and write the record to `path`."""
+    start_fork_server(["rung.hardware.bench.collectives", "rung.planner.calibrate"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[int, Abilities] = {}
     times: dict[str, list[Point]] = {}
     besides: dict[int, float] = {}
     for nproc in nprocs:
-        tell(f"calibrating: {nproc} process{'es' if nproc > 1 else ''}")
-        everyone = on_ranks(measure_abilities, nproc, nproc, device, timeout=300)
-        found[nproc] = everyone[0]
+        progress(f"calibrating: {nproc} process{'es' if nproc > 1 else ''}")
+        per_rank = on_ranks(measure_abilities, nproc, nproc, device, timeout=300)
+        found[nproc] = per_rank[0]
         if nproc > 1:
             cases = tuple(Case(op, "float32", size) for op in _OPS for size in _SIZES)
-            plan = Plan(cases, "nccl" if device == "cuda" else "gloo", device, "sum", 0.1)
-            for record in run_on_ranks(plan, nproc, lambda told: None).records:
+            plan = SweepPlan(cases, "nccl" if device == "cuda" else "gloo", device, "sum", 0.1)
+            for record in run_on_ranks(plan, nproc, lambda text: None).records:
                 if record.seconds is not None:
                     times.setdefault(f"{record.op}:{nproc}", []).append((float(record.bytes), record.seconds))
-            besides[nproc] = _per_message(nproc, device, found[nproc], times)
+            besides[nproc] = _message_overhead(nproc, device, found[nproc], times)
     with writing(path, "--out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_record(device, found, times, besides))
@@ -226,7 +228,7 @@ def calibrate(nprocs: list[int], path: Path, tell: Callable[[str], None] = lambd
 
 
 def calibrate_command(nprocs: list[int], out: str | None, *, as_json: bool) -> int:
-    """The command. Returns the exit code. Without numbers of processes, those that this machine is likely to run."""
+    """Run the command. Returns the exit code. Default: 1, 2, 4 and 8 processes, up to the number of GPUs, else 4."""
     path = check_file(out if out is not None else HERE_FILE, "--out")
     nprocs = nprocs or [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() or 4)]
     with Console(file=sys.stderr, markup=False).status("calibrating") as shown:
@@ -248,7 +250,7 @@ def calibrate_command(nprocs: list[int], out: str | None, *, as_json: bool) -> i
 def _record(
     device: str, found: dict[int, Abilities], times: dict[str, list[Point]], besides: dict[int, float] | None = None
 ) -> str:
-    """TOML, as `hardware.py` reads it."""
+    """The record as TOML, in the format that `rung.hardware.cluster` reads."""
     if device == "cuda":
         name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
     else:

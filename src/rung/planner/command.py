@@ -1,4 +1,4 @@
-"""`rung plan` on the console: flags to a plan, and the plan as a table."""
+"""The `rung plan` command: makes a plan from flags and prints it as a table."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rung.config import resolve
 from rung.errors import ConfigError
+from rung.hardware.cluster import parse_cluster
 from rung.planner.estimate import Estimate
-from rung.planner.hardware import parse_cluster
+from rung.planner.parallel_search import TaskSource
 from rung.planner.plan import Plan, make_plan
-from rung.planner.together import Source
-from rung.sizes import human_bytes, human_seconds
-from rung.task import load_task
+from rung.spec.config import resolve
+from rung.spec.task import load_task
+from rung.system.units import human_bytes, human_seconds
 
 _MOST_ROWS = 15
 
@@ -35,11 +35,11 @@ def plan_command(
     show_all: bool,
     as_json: bool,
 ) -> int:
-    """The command. Returns the exit code: 1 if nothing fits."""
+    """Run the command. Returns the exit code: 1 if nothing fits."""
     if cluster is None:
         raise ConfigError(
-            "--cluster says what to plan for, as in 8xH100 or '64 nodes x 8 H200, nvlink, 400Gb/s'; this machine is "
-            "2xhere, after `rung calibrate`."
+            "--cluster is required: the hardware to plan for, as in 8xH100 or '64 nodes x 8 H200, nvlink, 400Gb/s'; "
+            "after `rung calibrate`, 2xhere is two processes on this machine."
         )
     task = load_task(path)
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
@@ -50,19 +50,19 @@ def plan_command(
         )
     if config.local_steps > 1:
         raise ConfigError(
-            f"--local-steps {config.local_steps} cannot be planned: its steps differ, and a plan looks at one. Plan "
-            "without it; --compress can be planned."
+            f"--local-steps {config.local_steps} cannot be planned: its steps differ, and a plan estimates a single "
+            "one. Plan without it; --compress can be planned."
         )
-    there = parse_cluster(cluster, Path(hardware) if hardware is not None else None)
+    target = parse_cluster(cluster, Path(hardware) if hardware is not None else None)
     messages = Console(file=sys.stderr, markup=False)
     with messages.status("planning") as shown:
         plan = make_plan(
             task.bind(resolved.arguments),
             config,
-            there,
+            target,
             only=config.strategy,
-            source=Source(path, resolved.arguments),
-            tell=lambda text: shown.update(Text(f"planning {task.name}: {text}")),
+            source=TaskSource(path, resolved.arguments),
+            progress=lambda text: shown.update(Text(f"planning {task.name}: {text}")),
         )
     if as_json:
         sys.stdout.write(json.dumps(plan.as_json(), indent=2) + "\n")
@@ -75,7 +75,7 @@ def plan_command(
 
 
 def show(plan: Plan, console: Console, *, show_all: bool = False) -> None:
-    """The recommendation, the table, and what was left out and why."""
+    """Print the recommendation, the table, and the rejected layouts with their reasons."""
     console.print(Text(f"{plan.task} on {plan.cluster.describe()}", style="bold"))
     whole = ", ".join(f"{human_bytes(size)} {name}" for name, size in plan.state.items() if size)
     console.print(f"  batch {plan.batch_size}, {plan.precision}; the whole model: {whole}")
@@ -136,7 +136,7 @@ def _table(plan: Plan, rows: list[Estimate]) -> Table:
 
 
 def command_line(plan: Plan) -> str:
-    """How to run what was chosen."""
+    """The `rung train` command for the chosen layout."""
     row = plan.chosen
     assert row is not None
     words = [f"rung train TASK --strategy {row.layout.name} --batch-size {plan.batch_size}"]

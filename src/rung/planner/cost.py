@@ -1,9 +1,9 @@
-"""How long a step takes on some hardware: the traces of its ranks, walked with a clock.
+"""Estimate the time of a step on given hardware, by simulating the traces of its ranks.
 
-Each operation takes what a roofline allows: its arithmetic or its memory traffic, whichever is slower. It starts when
-the host has issued it, its stream is free and what it reads is there. Messages have streams of their own, one for each
-group, so they overlap with computing wherever the trace does not make something wait for them. The ranks of a pipeline
-are walked together; what one waits for is the other's message. How a strategy works is in the traces alone.
+An operation takes its roofline time: arithmetic or memory traffic, whichever is slower. It starts when the host has
+issued it, its stream is free and its inputs are ready. Each process group has its own stream for messages, which
+overlap with computation unless an operation reads their result. The ranks of a pipeline are simulated together, because
+they wait for each other's messages. This module has no code for single strategies: they show in the traces.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rung.measured import bus_factor
+from rung.hardware.cluster import Cluster, Device, interpolate
+from rung.hardware.collective_records import bus_factor
 from rung.planner.dryrun import DryRun
-from rung.planner.hardware import Cluster, Device, interpolate
-from rung.record import Message
-from rung.strategy import Layout
-from rung.trace import Mark, Sent, Work
+from rung.planner.recorder import Message
+from rung.planner.trace import Mark, Sent, Work
+from rung.spec.strategy import Layout
 
 _TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _OPS = {
@@ -30,30 +30,30 @@ _OPS = {
     "send": "send_recv",
     "receive": "send_recv",
 }
-# Shares of a matrix product's rate that kernels with other shapes of arithmetic reach.
+# The share of a matrix product's rate that other kernels reach.
 _KERNELS = {"_scaled_dot_product": 0.55, "convolution": 0.5, "bmm": 0.7}
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and where they go on the slowest rank."""
+    """Seconds of a step, and how the busiest rank spends them."""
 
     seconds: float
-    arithmetic: float  # operations that the arithmetic limits
-    memory: float  # operations that the memory's bandwidth limits
-    messages: float  # computing waits for a collective
-    pipeline: float  # computing waits for another stage
-    host: float  # computing waits for the host
-    update: float = 0.0  # of arithmetic and memory, what the optimizer and the gradient's norm take
+    arithmetic: float  # operations limited by arithmetic
+    memory: float  # operations limited by memory bandwidth
+    messages: float  # waiting for a collective
+    pipeline: float  # waiting for another stage
+    host: float  # waiting for the host
+    update: float = 0.0  # the part of arithmetic and memory in the optimizer and the gradient norm
 
     @property
     def computing(self) -> float:
-        """Forward and backward alone, if nothing had to be waited for."""
+        """Forward and backward without waiting."""
         return self.arithmetic + self.memory - self.update
 
     @property
     def limit(self) -> str:
-        """What takes most of the time."""
+        """The category that takes most of the time."""
         parts = {
             "arithmetic": self.arithmetic,
             "memory bandwidth": self.memory,
@@ -65,33 +65,33 @@ class StepTime:
 
 
 @dataclass
-class _Clock:
-    """One rank in the middle of its step."""
+class _RankClock:
+    """The simulation state of one rank: when the host, streams, groups and tensors are free or ready."""
 
     run: DryRun
     host: float = 0.0
     streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     groups: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    ready: dict[int, tuple[float, str]] = field(default_factory=dict)  # allocation -> when, and by what
-    pending: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)  # received, but not arrived yet
+    ready: dict[int, tuple[float, str]] = field(default_factory=dict)  # allocation -> time, and what it waited for
+    pending: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)  # allocation -> message not arrived
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    forwards: list[tuple[float, dict[str, float]]] = field(default_factory=list)  # when each began, and `spent` then
-    update: float = 0.0  # of what was spent computing
+    forwards: list[tuple[float, dict[str, float]]] = field(default_factory=list)  # start of each, and `spent` then
+    update: float = 0.0  # computing time in the update phase
 
 
 def step_time(runs: Sequence[DryRun], cluster: Cluster, *, repeated: int = 0) -> StepTime:
-    """The time of the second step of these ranks, one for each stage of a pipeline.
+    """Simulate the second step of these ranks, one for each stage of a pipeline.
 
-    `repeated` is how many more micro-batches a step has than the trace; they are like its last but one.
+    `repeated` is the number of micro-batches that the trace leaves out; each costs as much as its last but one.
     """
-    clocks = [_Clock(run) for run in runs]
+    clocks = [_RankClock(run) for run in runs]
     arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
-    walks = [_walk(clock, cluster, arrivals) for clock in clocks]
-    waiting = list(range(len(walks)))
+    simulations = [_simulate(clock, cluster, arrivals) for clock in clocks]
+    waiting = list(range(len(simulations)))
     while waiting:
-        still = [number for number in waiting if next(walks[number], "done") != "done"]
-        if len(still) == len(waiting) and not any(_can_go(clocks[number], arrivals) for number in still):
-            raise AssertionError("the stages wait for each other")
+        still = [number for number in waiting if next(simulations[number], "done") != "done"]
+        if len(still) == len(waiting) and not any(_can_continue(clocks[number], arrivals) for number in still):
+            raise AssertionError("deadlock: the stages wait for each other")
         waiting = still
     ends = [max([clock.host, *clock.streams.values(), *clock.groups.values()]) for clock in clocks]
     slowest = clocks[max(range(len(clocks)), key=lambda number: sum(clocks[number].spent[k] for k in _BUSY))]
@@ -102,7 +102,7 @@ def step_time(runs: Sequence[DryRun], cluster: Cluster, *, repeated: int = 0) ->
         seconds += repeated * (stop - start)
         for name in after:
             spent[name] += repeated * (after[name] - before.get(name, 0.0))
-    waits = max(0.0, seconds - sum(spent.values()))  # at the end, for other stages
+    waits = max(0.0, seconds - sum(spent.values()))  # at the end of the step
     pipeline = spent["pipeline"] + (waits if len(runs) > 1 else 0.0)
     messages = spent["messages"] + (waits if len(runs) == 1 else 0.0)
     return StepTime(seconds, spent["arithmetic"], spent["memory"], messages, pipeline, spent["host"], slowest.update)
@@ -111,12 +111,12 @@ def step_time(runs: Sequence[DryRun], cluster: Cluster, *, repeated: int = 0) ->
 _BUSY = ("arithmetic", "memory")
 
 
-def _can_go(clock: _Clock, arrivals: dict[tuple[int, int], list[float]]) -> bool:
+def _can_continue(clock: _RankClock, arrivals: dict[tuple[int, int], list[float]]) -> bool:
     return any(len(arrivals[pair]) > index for pair, index in clock.pending.values())
 
 
-def _walk(clock: _Clock, cluster: Cluster, arrivals: dict[tuple[int, int], list[float]]) -> Iterator[str]:
-    """Advance one rank; pauses where it needs what another has not sent yet."""
+def _simulate(clock: _RankClock, cluster: Cluster, arrivals: dict[tuple[int, int], list[float]]) -> Iterator[str]:
+    """Simulate one rank; yields while it waits for a message that another rank has not sent yet."""
     run = clock.run
     layout, device = run.layout, cluster.device_for(run.layout.num_ranks)
     stage = layout.coordinates(run.rank)["pp"]
@@ -149,14 +149,14 @@ def _walk(clock: _Clock, cluster: Cluster, arrivals: dict[tuple[int, int], list[
                 received[pair] += 1
         elif isinstance(event, Sent):
             _communicate(clock, event, cluster)
-    for number in list(clock.pending):  # what nobody reads
+    for number in list(clock.pending):  # messages that no operation reads
         pair, index = clock.pending[number]
         while len(arrivals[pair]) <= index:
             yield "waits"
         del clock.pending[number]
 
 
-def _compute(clock: _Clock, work: Work, device: Device) -> None:
+def _compute(clock: _RankClock, work: Work, device: Device) -> None:
     clock.host += device.issue
     free = clock.streams[work.stream]
     ready, why = max((clock.ready.get(number, (0.0, "")) for number in work.reads), default=(0.0, ""))
@@ -177,7 +177,7 @@ def _compute(clock: _Clock, work: Work, device: Device) -> None:
         clock.ready[number] = end, "messages" if work.stream else ""
 
 
-def _communicate(clock: _Clock, event: Sent, cluster: Cluster) -> None:
+def _communicate(clock: _RankClock, event: Sent, cluster: Cluster) -> None:
     message, device = event.message, cluster.device_for(clock.run.layout.num_ranks)
     ready = max((clock.ready.get(number, (0.0, ""))[0] for number in event.touches), default=0.0)
     start = max(clock.host, ready, clock.groups[message.axis])
@@ -185,7 +185,7 @@ def _communicate(clock: _Clock, event: Sent, cluster: Cluster) -> None:
         start = max(start, clock.streams[0])
     end = start + seconds_of(message, clock.run, cluster)
     clock.groups[message.axis] = end
-    if not device.overlaps:  # the processor itself carries the messages
+    if not device.overlaps:  # the processor that computes also carries the messages
         clock.spent["messages"] += end - max(start, clock.streams[0])
         clock.host = clock.streams[0] = end
     for number in event.touches:
@@ -193,7 +193,7 @@ def _communicate(clock: _Clock, event: Sent, cluster: Cluster) -> None:
 
 
 def duration(work: Work, device: Device) -> tuple[float, str]:
-    """Seconds of one operation by itself, and what limits it."""
+    """The seconds of one operation, and whether arithmetic or memory limits it."""
     moved = work.num_bytes / device.moving_rate(work.num_bytes)
     own = device.kernels.get(work.name)
     if own is not None:
@@ -207,8 +207,8 @@ def duration(work: Work, device: Device) -> tuple[float, str]:
 
 
 def seconds_of(message: Message, run: DryRun, cluster: Cluster) -> float:
-    """Seconds of a message by itself."""
-    ranks, each = _who(message.axis, run.layout, run.rank, cluster.per_node)
+    """The seconds of one message without contention."""
+    ranks, each = _members(message.axis, run.layout, run.rank, cluster.per_node)
     op = _OPS[message.operation]
     link = cluster.link_of(ranks)
     measured = link.times.get((op, len(ranks)))
@@ -217,20 +217,21 @@ def seconds_of(message: Message, run: DryRun, cluster: Cluster) -> float:
         return besides + interpolate(measured, max(1, message.num_bytes))
     rate = cluster.inside.bandwidth * cluster.inside.efficiency
     if link is not cluster.inside:
-        rate = min(rate, link.bandwidth * link.efficiency * each)  # each device has its own way out
+        rate = min(rate, link.bandwidth * link.efficiency * each)  # each device has its own network link
+    # A tree of log2(n) hops; all-reduce takes two, a reduce and a broadcast.
     hops = max(1, (len(ranks) - 1).bit_length()) * (2 if op == "all_reduce" else 1)
     return link.latency * hops + bus_factor(op, len(ranks)) * message.num_bytes / rate
 
 
 @functools.lru_cache(maxsize=1024)
-def _who(axis: str, layout: Layout, rank: int, per_node: int) -> tuple[tuple[int, ...], int]:
-    """The ranks that a message runs over, and how many of them are at most in one machine."""
+def _members(axis: str, layout: Layout, rank: int, per_node: int) -> tuple[tuple[int, ...], int]:
+    """The ranks of a message's group, and the largest number of them in one machine."""
     ranks = group_of(axis, layout, rank)
     return ranks, max(Counter(rank // per_node for rank in ranks).values())
 
 
 def group_of(axis: str, layout: Layout, rank: int) -> tuple[int, ...]:
-    """The ranks that are with `rank` in a group of an axis."""
+    """The ranks of the group of `axis` that contains `rank`."""
     if axis == "all" or not axis:
         return tuple(range(layout.num_ranks))
     names = ("dp_replicate", "dp_shard") if axis == "data" else tuple(axis.split("+"))

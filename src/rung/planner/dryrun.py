@@ -1,6 +1,6 @@
-"""One rank of a layout in a pretend world: built by the functions that train, and traced while it takes two steps.
+"""Dry-run one rank of a layout: build it in a fake world with the training code, and trace two steps.
 
-Nothing here knows how a strategy works.
+This module has no code for single strategies.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from rung.batches import Batches
-from rung.config import RunConfig
+from rung.data.batch_shard import LocalBatch
+from rung.data.batches import Batches
+from rung.data.pytree import tensors_in
+from rung.distributed import fake_world
+from rung.distributed.status_board import StatusWriter
+from rung.distributed.world import World, open_fake_world
 from rung.errors import ModelError
-from rung.nested import tensors_in
+from rung.parallel.blocks import BlockReuse
 from rung.parallel.materialize import is_absent
-from rung.parallel.rehearsal import user_line
-from rung.planner.repeat import Repeats
-from rung.runtime import build_runtime
-from rung.runtime.mesh import MeshRuntime
-from rung.status import StatusWriter
-from rung.strategy import Layout
-from rung.task import Task
-from rung.trace import Trace, Tracer
-from rung.train import make_batches
-from rung.windows import Window
-from rung.world import World, pretend_world
+from rung.parallel.trace_errors import user_line
+from rung.planner.block_cache import BlockTraceCache
+from rung.planner.trace import Trace
+from rung.planner.tracer import Tracer
+from rung.runtime import Runtime, build_runtime
+from rung.spec.config import RunConfig
+from rung.spec.strategy import Layout
+from rung.spec.task import Task
+from rung.train.worker import make_batches
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank would do."""
+    """The trace of one rank."""
 
     layout: Layout
     rank: int
     trace: Trace
-    second_step: int  # the event with which the second step, the one that stands for all, begins
+    second_step: int  # index of the first event of the second step, which represents all later steps
     state_bytes: dict[str, int]
     notes: list[str]
 
@@ -52,55 +53,57 @@ def dry_run(
     rank: int = 0,
     device: str = "cpu",
     proofs: dict[Any, Any] | None = None,
-    repeats: Repeats | None = None,
+    repeats: BlockTraceCache | None = None,
 ) -> DryRun:
-    """Two steps of one rank, traced. No tensor holds data. `proofs` are those of tensor plans of the same task.
+    """Trace two steps of one rank on fake tensors. `proofs` caches checks of tensor plans of the same task.
 
-    With `repeats`, blocks that are alike are run once, in this dry run and the others that are given the same.
+    With `repeats`, identical blocks run once in all dry runs that share this cache.
     """
+    reuse = BlockReuse(proofs if proofs is not None else {}, repeats.wrap if repeats is not None else None)
     config = replace(config, steps=2, epochs=None, compile=False, eval_every="never", workers=0)
-    with pretend_world(layout, rank=rank, device=device, proofs=proofs) as world:
+    with open_fake_world(layout, rank=rank, device=device) as world:
         status = StatusWriter()
         batches = make_batches(task, config, world)
         if repeats is not None:
             repeats.setting = (layout.tp, device, config.activation_checkpointing, config.sequence_parallel)
-            world.wrap_block = repeats.wrap
         tracer = Tracer(world, status)
         try:
-            with world.tensors(), tracer:  # what building leaves behind decides where later memory comes from
-                runtime = build_runtime(task, world, config, total_steps=2, status=status)
+            with world.tensors.mode(), tracer:  # segments that building leaves in the allocator serve later requests
+                runtime = build_runtime(task, world, config, total_steps=2, status=status, reuse=reuse)
             return take_two_steps(runtime, world, status, batches, repeats, tracer)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except fake_world.NEEDS_VALUES as error:
             line = user_line(traceback.extract_tb(error.__traceback__))
             raise ModelError(
-                f"{line or task.name}\nthe model or the loss looks at the values of tensors here ({error}), and in a "
-                "pretended step there are none. `rung train` can run it; it cannot be planned."
+                f"{line or task.name}\nthe model or the loss reads tensor values here ({error}), which fake tensors do "
+                "not have. `rung train` can run it; it cannot be planned."
             ) from error
 
 
 def take_two_steps(
-    runtime: MeshRuntime,
+    runtime: Runtime,
     world: World,
     status: StatusWriter,
     batches: Batches,
-    repeats: Repeats | None = None,
+    repeats: BlockTraceCache | None = None,
     tracer: Tracer | None = None,
 ) -> DryRun:
-    """The first also sets things up: optimizer state, buckets, buffers of a pipeline."""
-    window: Window = next(iter(runtime.place(batches)))
-    # One micro-batch is enough for that, but a pipeline greets its neighbours anew for each number of them.
-    first = window if world.layout.pp > 1 else replace(window, micro_batches=window.micro_batches[:1])
+    """Trace two steps: the first also creates optimizer state, buckets and pipeline buffers."""
+    window: LocalBatch = next(iter(runtime.place(batches)))
+    # One micro-batch is enough, except for a pipeline: there is one torch schedule for each number of micro-batches,
+    # and its first step warms up the connections.
+    first = window if world.layout.num_stages > 1 else replace(window, micro_batches=window.micro_batches[:1])
     tracer = tracer or Tracer(world, status)
     tracer.gradients = lambda: gradients_of(runtime)
-    with world.tensors(), repeats.told_to(tracer) if repeats is not None else nullcontext():
-        tracer.imagine(t for t in (*runtime.model.parameters(), *runtime.model.buffers()) if is_absent(t))
-        tracer.know(parameters_of(runtime), "parameters")
-        tracer.know((b for b in runtime.model.buffers() if not is_absent(b)), "buffers")
-        tracer.know(tensors_in([micro.data for micro in window.micro_batches]), "batch")
+    tracer.follow(runtime)
+    with world.tensors.mode(), repeats.recording(tracer) if repeats is not None else nullcontext():
+        tracer.memory.ignore(t for t in (*runtime.model.parameters(), *runtime.model.buffers()) if is_absent(t))
+        tracer.memory.classify(parameters_of(runtime), "parameters")
+        tracer.memory.classify((b for b in runtime.model.buffers() if not is_absent(b)), "buffers")
+        tracer.memory.classify(tensors_in([micro.data for micro in window.micro_batches]), "batch")
         tracer.mark("step")
         with tracer:
             runtime.step(first, want_norm=True)
-        tracer.know(optimizer_state_of(runtime), "optimizer")
+        tracer.memory.classify(optimizer_state_of(runtime), "optimizer")
         second = len(tracer.trace.events)
         tracer.mark("step")
         with tracer:
@@ -109,19 +112,19 @@ def take_two_steps(
     return DryRun(world.layout, world.rank, tracer.trace, second, runtime.state_bytes(), list(runtime.notes))
 
 
-def parameters_of(runtime: MeshRuntime) -> Iterator[Tensor]:
+def parameters_of(runtime: Runtime) -> Iterator[Tensor]:
     for parameter in runtime.model.parameters():
         if not is_absent(parameter):
             yield parameter.detach()
 
 
-def gradients_of(runtime: MeshRuntime) -> Iterator[Tensor]:
+def gradients_of(runtime: Runtime) -> Iterator[Tensor]:
     for parameter in runtime.model.parameters():
         if parameter.grad is not None:
             yield parameter.grad
 
 
-def optimizer_state_of(runtime: MeshRuntime) -> Iterator[Tensor]:
+def optimizer_state_of(runtime: Runtime) -> Iterator[Tensor]:
     for values in runtime.optimizer.state.values():
         for value in values.values():
             if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What one layout costs, from dry runs of its distinct ranks: memory of the fullest rank, time of a step."""
+"""Estimate memory and step time of a layout from dry runs of one rank per stage."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rung.config import RunConfig
+from rung.hardware.cluster import Cluster
+from rung.planner.block_cache import BlockTraceCache
 from rung.planner.cost import StepTime, step_time
 from rung.planner.dryrun import DryRun, dry_run
-from rung.planner.hardware import Cluster
 from rung.planner.memory import ROUNDING, find_peak, reserve
-from rung.planner.repeat import Repeats
-from rung.planner.shorten import shortened
-from rung.strategy import Layout
-from rung.task import Task
+from rung.planner.truncated_model import shortened
+from rung.spec.config import RunConfig
+from rung.spec.strategy import Layout
+from rung.spec.task import Task
 
-_FEW, _MORE = 2, 3  # blocks of a stage in the two looks from which the rest is added up
-_WHOLE = 4  # so many are traced at once
-_TRACED = 3  # micro-batches: the first, one like all others, and the last, which may send more
+_FEW, _MORE = 2, 3  # blocks per stage in the two dry runs from which deeper models are extrapolated
+_WHOLE = 4  # up to this many blocks per stage are traced in full
+_TRACED = 3  # micro-batches: the first, one that represents the middle, and the last, which may send more
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its peak: alive, held by the allocator, and taken by the whole process."""
+    """Peak bytes of one rank: in live tensors, reserved by the allocator, and used by the whole process."""
 
     allocated: int
     reserved: int
@@ -34,13 +34,13 @@ class Memory:
 
     @property
     def of_samples(self) -> int:
-        """What grows with the samples of a micro-batch."""
+        """The bytes that grow with the micro-batch."""
         return self.by_kind.get("activations", 0) + self.by_kind.get("temporary", 0)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step of a layout costs."""
+    """The estimated cost of a step of a layout."""
 
     layout: Layout
     checkpointing: str
@@ -49,70 +49,73 @@ class Estimate:
     memory: Memory
     time: StepTime
     notes: tuple[str, ...] = ()
-    stages: tuple[Memory, ...] = ()  # of each stage that was traced
+    stages: tuple[Memory, ...] = ()  # memory of each traced stage
 
     def fits(self, cluster: Cluster) -> bool:
         return self.memory.process <= cluster.device.memory
 
 
 class Estimator:
-    """Dry-runs layouts of one task. Each look is kept: the same is not traced twice."""
+    """Estimates layouts of one task by dry runs, which share truncated models, tensor plans and block traces."""
 
     def __init__(self, task: Task, config: RunConfig, cluster: Cluster, num_blocks: int) -> None:
         self.task, self.config, self.cluster, self.num_blocks = task, config, cluster, num_blocks
         self._proofs: dict[Any, Any] = {}
         self._shortened: dict[int, Task] = {}
         self._per_sample: dict[tuple[Any, str], float] = {}
-        self._computing: dict[int, float] = {}  # by parts of tensors: seconds of all devices together
-        self._repeats = Repeats() if config.schedule != "zb" else None  # which takes a block's backward apart
+        self._computing: dict[int, float] = {}  # tp size -> computing seconds, summed over devices
+        # Zero bubble splits a block's backward, which a recorded block cannot do.
+        self._repeats = BlockTraceCache() if config.schedule != "zb" else None
         data = task.train_data()
         if hasattr(data, "__getitem__"):
             self.task = replace(task, train_data=lambda: data)
 
     def estimate(self, layout: Layout, checkpointing: str, micro_batch: int) -> Estimate:
-        """Trace the layout with this micro-batch: with fewer blocks and micro-batches where they are alike."""
+        """Estimate the layout with this micro-batch, from fewer blocks and micro-batches where these are identical."""
         share = max(1, self.config.batch_size // layout.num_data_ranks)
         count = -(-share // micro_batch)
-        # Once all stages are busy, each micro-batch more takes the same, if as many are in flight as before.
-        traced = _TRACED if layout.pp == 1 else layout.pp + 2 if layout.schedule == "1f1b" else count
+        # Once all stages are busy, each further micro-batch takes the same time if the number in flight is constant.
+        traced = _TRACED if layout.num_stages == 1 else layout.pp + 2 if layout.schedule == "1f1b" else count
         traced = min(count, traced)
         whole = self._whole(layout, checkpointing, micro_batch, traced, count - traced)
-        self._per_sample[_like(layout), checkpointing] = whole.memory.of_samples / micro_batch
-        if layout.pp == 1 and checkpointing == self.config.activation_checkpointing:
+        self._per_sample[_similarity_key(layout), checkpointing] = whole.memory.of_samples / micro_batch
+        if layout.num_stages == 1 and checkpointing == self.config.activation_checkpointing:
             spent = whole.time.computing * layout.num_ranks
             self._computing[layout.tp] = min(spent, self._computing.get(layout.tp, spent))
         return replace(whole, num_micro_batches=count)
 
     def least_seconds(self, layout: Layout) -> float:
-        """A step cannot take less: its forwards and backwards, as they were seen without stages where tensors are cut
-        alike, shared evenly; and while a pipeline fills and drains, its stages wait. 0 if nothing was seen.
+        """A lower bound of the step time: the computing time of earlier estimates with the same tp and no stages,
+        divided evenly, plus the time in which a pipeline fills and drains. 0 without such an estimate.
 
-        Of P stages that take as long as each other, which is the best case, each has nothing to do for P - 1 of the M
-        micro-batches' times, unless it has several stages to turn to, or backwards that can be put off.
+        With P stages of equal cost, the best case, and M micro-batches, each stage is idle for P - 1 times the time of
+        a micro-batch, unless its stages are interleaved or its backward is split.
         """
         computing = self._computing.get(layout.tp, 0.0) / layout.num_ranks
-        if layout.pp == 1 or layout.schedule not in ("gpipe", "1f1b"):
+        if layout.num_stages == 1 or layout.schedule not in ("gpipe", "1f1b"):
             return computing
         count = max(1, self.config.batch_size // layout.num_data_ranks // (self.config.micro_batch or 1))
         return computing * (count + layout.pp - 1) / count
 
     def may_fit(self, layout: Layout, checkpointing: str, micro_batch: int, state: int) -> bool:
-        """Whether a micro-batch may fit beside the state, by what one took under a layout like this."""
-        each = self._per_sample.get((_like(layout), checkpointing), 0.0)
+        """Whether a micro-batch may fit beside the state, judged by an earlier estimate of a similar layout."""
+        each = self._per_sample.get((_similarity_key(layout), checkpointing), 0.0)
+        # With 10 % slack, because layouts of one key differ a little.
         return state + 0.9 * each * micro_batch <= self.cluster.device.memory
 
     def _whole(self, layout: Layout, checkpointing: str, micro_batch: int, count: int, repeated: int) -> Estimate:
-        """With all blocks: traced, or added up from fewer of them."""
+        """The estimate with all blocks, traced or extrapolated from fewer."""
         stages = layout.num_stages
         each = -(-self.num_blocks // stages) if self.num_blocks else 0
         if each <= _WHOLE:
-            return self._look(layout, checkpointing, micro_batch, 0, count, repeated)
+            return self._trace_layout(layout, checkpointing, micro_batch, 0, count, repeated)
         few, more = (
-            self._look(layout, checkpointing, micro_batch, blocks * stages, count, repeated) for blocks in (_FEW, _MORE)
+            self._trace_layout(layout, checkpointing, micro_batch, blocks * stages, count, repeated)
+            for blocks in (_FEW, _MORE)
         )
         return _extend(few, more, (each - _FEW) / (_MORE - _FEW))
 
-    def _look(
+    def _trace_layout(
         self, layout: Layout, checkpointing: str, micro_batch: int, blocks: int, count: int, repeated: int
     ) -> Estimate:
         if blocks not in self._shortened:
@@ -130,7 +133,7 @@ class Estimator:
                 self._shortened[blocks],
                 layout,
                 config,
-                rank=stage * each,
+                rank=stage * each,  # the first rank of the stage
                 device=device.kind,
                 proofs=self._proofs,
                 repeats=self._repeats,
@@ -157,8 +160,8 @@ class Estimator:
         return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank)
 
 
-def _like(layout: Layout) -> tuple[Any, ...]:
-    """Layouts under which a sample takes about the same memory."""
+def _similarity_key(layout: Layout) -> tuple[Any, ...]:
+    """A key of layouts in which a sample needs about the same memory."""
     return layout.pp, layout.tp, layout.schedule
 
 
@@ -167,7 +170,7 @@ def _fullest(memories: Sequence[Memory]) -> Memory:
 
 
 def _extend(few: Estimate, more: Estimate, steps: float) -> Estimate:
-    """`few`, and `steps` times what `more` has in addition."""
+    """Extrapolate linearly: `few` plus `steps` times the difference between `more` and `few`."""
     stages = tuple(_extend_memory(a, b, steps) for a, b in zip(few.stages, more.stages, strict=True))
     return replace(few, memory=_fullest(stages), stages=stages, time=_extend_time(few.time, more.time, steps))
 

@@ -1,6 +1,6 @@
-"""Operations that are neither a matrix product nor limited by memory alone, measured one by one for `rung calibrate`.
+"""Measure kernels other than matrix products and simple memory traffic, one by one, for `rung calibrate`.
 
-What each is said to compute or move comes from the same tracer that a dry run uses, so a rate fits what it is asked of.
+The FLOPs and bytes of each come from the tracer that dry runs use, so that a measured rate fits a traced operation.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rung.status import StatusWriter
-from rung.trace import Tracer, Work
-from rung.world import World
+from rung.distributed.status_board import StatusWriter
+from rung.distributed.world import World
+from rung.planner.trace import Work
+from rung.planner.tracer import Tracer
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call whose forward and backward pass are one large operation each."""
+    """A call whose forward and backward are one large operation each."""
 
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
 
 
 def kernels(where: torch.device) -> Iterator[Kernel]:
-    """What models are made of, in a few sizes."""
+    """Common kernels of models in a few sizes."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=where, requires_grad=True)
@@ -60,7 +61,7 @@ def _statistics(width: int, where: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def measure_kernels(world: World, time: Callable[[Callable[[], Any]], float]) -> dict[str, list[Point]]:
-    """For each operation: what it computes (or moves, if it does no products) in a call, and how much in a second."""
+    """For each operation, points of (amount in a call, amount per second), in FLOPs, or in bytes if it has none."""
     found: dict[str, list[Point]] = {}
     for kernel in kernels(world.device):
         tracer = Tracer(world, StatusWriter())
@@ -77,14 +78,14 @@ def measure_kernels(world: World, time: Callable[[Callable[[], Any]], float]) ->
             if work is not None:
                 amount = float(work.flops or work.num_bytes)
                 found.setdefault(work.name, []).append((amount, amount / time(call)))
-    return {name: _steady(points) for name, points in found.items()}
+    return {name: _fastest_points(points) for name, points in found.items()}
 
 
 def _main(works: list[Work]) -> Work | None:
     return max(works, key=lambda work: (work.flops, work.num_bytes), default=None)
 
 
-def _steady(points: list[Point]) -> list[Point]:
-    """By amount, one point for each."""
+def _fastest_points(points: list[Point]) -> list[Point]:
+    """Sort by amount and keep the fastest point of each."""
     ordered = sorted(points)
     return [max(group) for _, group in itertools.groupby(ordered, key=lambda point: point[0])]

@@ -1,4 +1,4 @@
-"""How much memory a trace needs: the bytes alive at the peak, and what a caching allocator would reserve for them."""
+"""Memory of a trace: peak bytes in live allocations, and the bytes that the CUDA caching allocator would reserve."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rung.trace import Returned, Taken, Trace
+from rung.planner.trace import Alloc, Free, Trace
 
 MIB = 2**20
-ROUNDING = 512  # of CUDA's caching allocator, as are the next ones
-_SMALL = MIB  # up to this, pieces come from segments of
+# Constants of torch's CUDA caching allocator.
+ROUNDING = 512
+_SMALL = MIB  # requests up to this size come from segments of _SMALL_SEGMENT
 _SMALL_SEGMENT = 2 * MIB
-_LARGE_SEGMENT = 20 * MIB  # for pieces of less than
-_LARGE = 10 * MIB  # above which a segment is as large as the piece, rounded up to
+_LARGE_SEGMENT = 20 * MIB  # the segment of requests between _SMALL and _LARGE
+_LARGE = 10 * MIB  # from here on a segment has the size of the request, rounded up to _SEGMENT_ROUNDING
 _SEGMENT_ROUNDING = 2 * MIB
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most memory is alive."""
+    """The event of a trace at which the most memory is allocated."""
 
     num_bytes: int
     by_kind: dict[str, int]
@@ -28,21 +29,21 @@ class Peak:
 
 
 def find_peak(trace: Trace, *, rounding: int = 1) -> Peak:
-    """The most bytes alive at once. Each allocation is rounded up, as the device's allocator does."""
+    """The peak of allocated bytes. Each allocation is rounded up to `rounding`, as the device's allocator does."""
     alive = best = where = 0
     for position, event in enumerate(trace.events):
-        if isinstance(event, Taken):
+        if isinstance(event, Alloc):
             alive += _rounded(event.allocation.num_bytes, rounding)
             if alive > best:
                 best, where = alive, position
-        elif isinstance(event, Returned):
+        elif isinstance(event, Free):
             alive -= _rounded(event.allocation.num_bytes, rounding)
     kinds: Counter[str] = Counter()
     for allocation in trace.allocations:
         if allocation.born <= where and (allocation.died is None or allocation.died > where):
             kinds[allocation.kind] += _rounded(allocation.num_bytes, rounding)
     last = trace.events[where] if trace.events else None
-    phase = last.allocation.phase if isinstance(last, Taken) else ""
+    phase = last.allocation.phase if isinstance(last, Alloc) else ""
     return Peak(best, dict(kinds), where, phase)
 
 
@@ -52,7 +53,7 @@ def _rounded(num_bytes: int, to: int) -> int:
 
 @dataclass(slots=True)
 class _Piece:
-    """A piece of a segment, free or in use, between its neighbours."""
+    """A block of a segment, free or in use, linked to its neighbours."""
 
     size: int
     number: int
@@ -64,10 +65,10 @@ class _Piece:
 
 @dataclass
 class CachingAllocator:
-    """What torch's allocator for CUDA does with a row of requests, as far as the reserved bytes depend on it.
+    """A model of torch's CUDA caching allocator that computes the reserved bytes.
 
-    Each stream has a pool of small pieces and one of large ones. A request gets the smallest free piece of its pool
-    that holds it, cut if enough is left over, or a new segment. Free neighbours grow together. Segments are kept.
+    Each stream has a pool of small pieces and one of large pieces. A request gets the smallest free piece of its pool
+    that fits, split if enough remains, or a new segment. Free neighbours are merged. Segments are never released.
     """
 
     reserved: int = 0
@@ -76,17 +77,19 @@ class CachingAllocator:
     _numbers: int = 0
 
     def take(self, num_bytes: int, stream: int = 0) -> _Piece | None:
-        size = _rounded(max(num_bytes, 1), ROUNDING) if num_bytes else 0
-        if not size:
+        if not num_bytes:
             return None
+        size = _rounded(num_bytes, ROUNDING)
         pool = stream, size <= _SMALL
         free = self._free.setdefault(pool, [])
         place = bisect_left(free, (size, 0))
-        piece = self._pieces[free.pop(place)[1]] if place < len(free) else self._add(self._segment_size(size), pool)
+        piece = (
+            self._pieces[free.pop(place)[1]] if place < len(free) else self._new_segment(self._segment_size(size), pool)
+        )
         piece.is_free = False
         left = piece.size - size
-        if left >= ROUNDING if pool[1] else left > _SMALL:
-            rest = self._new(left, pool)
+        if left >= ROUNDING if pool[1] else left > _SMALL:  # torch's rule for splitting a block
+            rest = self._new_piece(left, pool)
             rest.before, rest.after = piece, piece.after
             if piece.after is not None:
                 piece.after.before = rest
@@ -115,11 +118,11 @@ class CachingAllocator:
             return _SMALL_SEGMENT
         return _LARGE_SEGMENT if size < _LARGE else _rounded(size, _SEGMENT_ROUNDING)
 
-    def _add(self, size: int, pool: tuple[int, bool]) -> _Piece:
+    def _new_segment(self, size: int, pool: tuple[int, bool]) -> _Piece:
         self.reserved += size
-        return self._new(size, pool)
+        return self._new_piece(size, pool)
 
-    def _new(self, size: int, pool: tuple[int, bool]) -> _Piece:
+    def _new_piece(self, size: int, pool: tuple[int, bool]) -> _Piece:
         self._numbers += 1
         piece = self._pieces[self._numbers] = _Piece(size, self._numbers, pool)
         return piece
@@ -130,20 +133,20 @@ class CachingAllocator:
 
 
 def reserve(trace: Trace, workspaces: dict[str, int] | None = None) -> int:
-    """The bytes that the allocator would hold at the end of a trace.
+    """The bytes that the allocator has reserved at the end of a trace.
 
-    `workspaces` are what libraries take in the first forward or backward pass and keep.
+    `workspaces` maps a phase to the bytes that libraries allocate at its first allocation and keep.
     """
     allocator = CachingAllocator()
     held: dict[int, _Piece] = {}
     waiting = dict(workspaces or {})
     for event in trace.events:
-        if isinstance(event, Taken):
+        if isinstance(event, Alloc):
             if event.allocation.phase in waiting:
                 allocator.take(waiting.pop(event.allocation.phase))
             piece = allocator.take(event.allocation.num_bytes, event.allocation.stream)
             if piece is not None:
                 held[event.allocation.number] = piece
-        elif isinstance(event, Returned) and event.allocation.number in held:
+        elif isinstance(event, Free) and event.allocation.number in held:
             allocator.give_back(held.pop(event.allocation.number))
     return allocator.reserved

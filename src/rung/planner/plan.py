@@ -1,7 +1,7 @@
-"""The search: which layouts of a cluster can train a task, what each costs, and which one to take.
+"""Plan a task on a cluster: estimate the candidate layouts and recommend one.
 
-`search.py` looks at layouts, `together.py` lets several processes do so. The recommendation is the quickest layout, or
-one further down the ladder that is nearly as quick.
+`search.py` estimates layouts, `parallel_search.py` does so in several processes. The recommendation is the fastest
+layout, or one on a lower rung of the ladder that is nearly as fast.
 """
 
 from __future__ import annotations
@@ -10,38 +10,39 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rung.config import RunConfig
 from rung.errors import ModelError
-from rung.exchange import OF_DDP
-from rung.planner.advice import Advice, best_of, plain_ddp, try_compression, waiting_share
-from rung.planner.candidates import layouts_for, named_layout, rung_of
+from rung.hardware.cluster import Cluster
+from rung.planner.candidates import layouts_for, named_layout
+from rung.planner.compression_advice import Advice, best_of, plain_ddp, try_compression, waiting_share
 from rung.planner.estimate import Estimate, Estimator
-from rung.planner.hardware import Cluster
+from rung.planner.parallel_search import FEW, TaskSource, search_in_processes
 from rung.planner.search import WORTH_IT, Rejected, gib, search
-from rung.planner.shorten import count_blocks
-from rung.planner.together import FEW, Source, search_together
-from rung.sizes import human_bytes, human_seconds
-from rung.strategy import Layout
-from rung.task import Task
+from rung.planner.truncated_model import count_blocks
+from rung.spec.abilities import keeps_whole_state, rung_of, title_of
+from rung.spec.compatibility import fit_settings
+from rung.spec.config import RunConfig
+from rung.spec.strategy import Layout
+from rung.spec.task import Task
+from rung.system.units import human_bytes, human_seconds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer."""
+    """The estimated layouts and the recommendation."""
 
     task: str
     cluster: Cluster
     batch_size: int
     precision: str
-    rows: list[Estimate]  # by time
+    rows: list[Estimate]  # fastest first
     rejected: list[Rejected]
     state: dict[str, int]  # of the whole model
     chosen: Estimate | None = None
     words: list[str] = field(default_factory=list)
-    advice: list[Advice] = field(default_factory=list)  # on compressed gradients, where links limit ddp
-    asked: bool = False  # for one layout by its name
-    recomputes: bool = False  # because it was asked for
-    compress: str = "none"  # as asked for
+    advice: list[Advice] = field(default_factory=list)  # on compressed gradients, if communication limits ddp
+    only_one: bool = False  # the user named one layout
+    recomputes: bool = False  # the user set activation checkpointing
+    compress: str = "none"  # the user's --compress
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for a file."""
@@ -92,28 +93,28 @@ def make_plan(
     *,
     only: str | None = None,
     advises: bool = True,
-    source: Source | None = None,
-    tell: Callable[[str], None] | None = None,
+    source: TaskSource | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Look at every sensible layout of the cluster, or at `only` one; if it `advises`, also at compressed gradients.
+    """Estimate the candidate layouts of the cluster, or `only` one; with `advises`, also compressed gradients.
 
-    With the `source` of the task, many layouts are looked at by several processes.
+    With the `source` of the task, many layouts are searched in several processes.
     """
-    tell = tell or (lambda text: None)
-    asked = [named_layout(only, cluster, config.schedule)] if only is not None else None
+    progress = progress or (lambda text: None)
+    named = [named_layout(only, cluster, config.schedule)] if only is not None else None
     num_blocks = count_blocks(task)
     estimator = Estimator(task, config, cluster, num_blocks)
-    tell("the whole model on one device")
+    progress("the whole model on one device")
     whole = _whole_model(estimator)
     state = {**whole.memory.state, "gradients": whole.memory.state["parameters"]}
-    layouts = asked if asked is not None else list(layouts_for(cluster, num_blocks))
+    layouts = named if named is not None else list(layouts_for(cluster, num_blocks))
     if source is not None and len(layouts) > FEW:
-        found = search_together(source, config, cluster, layouts, state, tell)
+        found = search_in_processes(source, config, cluster, layouts, state, progress)
     else:
         found = []
-        for one in search(estimator, layouts, state, prunes=asked is None):
+        for one in search(estimator, layouts, state, prunes=named is None):
             found.append(one)
-            tell(f"{one.layout.name} ({len(found)} of {len(layouts)})")
+            progress(f"{one.layout.name} ({len(found)} of {len(layouts)})")
     rows = [row for one in found for row in one.rows]
     rejected = [one.rejected for one in found if one.rejected is not None]
     rows.sort(key=lambda row: row.time.seconds)
@@ -126,8 +127,8 @@ def make_plan(
         rows,
         rejected,
         state,
-        advice=try_compression(rows, chosen, estimator, tell) if advises else [],
-        asked=only is not None,
+        advice=try_compression(rows, chosen, estimator, progress) if advises else [],
+        only_one=only is not None,
         recomputes=config.activation_checkpointing != "none",
         compress=config.compress,
     )
@@ -135,18 +136,19 @@ def make_plan(
 
 
 def _whole_model(estimator: Estimator) -> Estimate:
-    """For its state alone. What is recomputed does not change that, and keeps the look small, where it can be done."""
-    usual = RunConfig()
-    config = replace(estimator.config, **{name: getattr(usual, name) for name in OF_DDP})  # which one device refuses
-    looks = Estimator(estimator.task, config, estimator.cluster, estimator.num_blocks)
+    """An estimate on one device, used for its state only. Recomputation does not change the state and shrinks the
+    trace; some models cannot be checkpointed."""
+    alone = Layout("single")
+    config = fit_settings(estimator.config, alone)
+    single = Estimator(estimator.task, config, estimator.cluster, estimator.num_blocks)
     try:
-        return looks.estimate(Layout("single"), "full", 1)
+        return single.estimate(alone, "full", 1)
     except ModelError:
-        return looks.estimate(Layout("single"), "none", 1)
+        return single.estimate(alone, "none", 1)
 
 
 def choose(rows: list[Estimate]) -> Estimate | None:
-    """The quickest, or one on a lower rung that is less than 5 % slower."""
+    """The fastest layout, or one on a lower rung that is less than 5 % slower."""
     if not rows:
         return None
     quickest = min(row.time.seconds for row in rows)
@@ -155,15 +157,15 @@ def choose(rows: list[Estimate]) -> Estimate | None:
 
 
 def explain_choice(plan: Plan, chosen: Estimate | None) -> list[str]:
-    """Which rung of the ladder to stand on, and why not the one below or above."""
+    """The lines of the recommendation: the chosen rung, and why not a lower or higher one."""
     if chosen is None:
         return _nothing_fits(plan)
     layout, cluster = chosen.layout, plan.cluster
     has, uses = gib(cluster.device.memory), gib(chosen.memory.process)
-    alone = next((row for row in plan.rows if row.layout.name == "single"), None)
-    without = next((one for one in plan.rejected if one.layout.name == "single"), None)
+    alone = next((row for row in plan.rows if row.layout.num_ranks == 1), None)
+    without = next((one for one in plan.rejected if one.layout.num_ranks == 1), None)
     lines = []
-    if layout.name == "single":
+    if layout.num_ranks == 1:
         best = plan.rows[0]
         lines.append(f"one device is enough: it needs {uses} of {has}.")
         if best is not chosen:
@@ -171,22 +173,19 @@ def explain_choice(plan: Plan, chosen: Estimate | None) -> list[str]:
             lines.append(f"{best.layout.name} on {best.layout.num_ranks} would be {_times(gain)}.")
         elif cluster.num_devices > 1:
             lines.append("On more devices the messages would take longer than the computing that they save.")
-    elif layout.uses_ddp and layout.zero == 0:
-        lines.append(f"DDP: the model fits on one device ({uses} of {has}), and {layout.num_ranks} share the batch.")
-    elif not layout.is_composed and layout.zero in (1, 2):
-        lines.append(f"ZeRO-{layout.zero}: {_why_sharded(plan, uses, has)}")
-    elif not layout.is_composed:
-        kind = "HSDP" if layout.dp_replicate > 1 else "FSDP"
-        lines.append(f"{kind}: {_why_sharded(plan, uses, has)}")
-        if kind == "HSDP":
-            lines.append(f"Shards stay inside a machine, where the link is quick ({cluster.inside.name}).")
+    elif keeps_whole_state(layout):
+        fits = f"the model fits on one device ({uses} of {has}), and {layout.num_ranks} share the batch."
+        lines.append(f"{title_of(layout)}: {fits}")
     else:
-        lines.append(f"{layout.name}: {_why_sharded(plan, uses, has)}")
+        lines.append(f"{title_of(layout)}: {_why_sharded(plan, uses, has)}")
+    if not layout.is_composed and layout.dp_replicate > 1 and layout.dp_shard > 1:
+        lines.append(f"Shards stay inside a machine, where the link is quick ({cluster.inside.name}).")
+    if layout.is_composed:
         simple = next((row for row in plan.rows if not row.layout.is_composed), None)
         if simple is not None:
             slower = _times(simple.time.seconds / chosen.time.seconds)
             lines.append(f"It is {slower} than {simple.layout.name}, the best that leaves the model in one piece.")
-    if alone is not None and layout.name != "single":
+    if alone is not None and layout.num_ranks > 1:
         lines.append(f"A step takes {_seconds(chosen)}; on one device {_seconds(alone)}.")
     elif without is not None:
         lines.append(f"One device: {without.reason.rstrip('.')}.")
@@ -198,11 +197,11 @@ def explain_choice(plan: Plan, chosen: Estimate | None) -> list[str]:
     )
     if chosen.checkpointing == "full" and not plan.recomputes:
         lines.append("Activations must be recomputed: --activation-checkpointing full.")
-    return [*lines, *(_in_detail(chosen) if plan.asked else []), *_on_compression(plan, chosen)]
+    return [*lines, *(_in_detail(chosen) if plan.only_one else []), *_on_compression(plan, chosen)]
 
 
 def _in_detail(row: Estimate) -> list[str]:
-    """Where memory and time go, for who has chosen already."""
+    """The breakdown of memory and time, for a layout that the user named."""
     memory, time = row.memory, row.time
     kinds = sorted(memory.by_kind.items(), key=lambda item: -item[1])
     large = [f"{human_bytes(size)} {kind}" for kind, size in kinds if size >= 0.01 * memory.allocated]
@@ -216,7 +215,7 @@ def _in_detail(row: Estimate) -> list[str]:
     shares = [
         f"{100 * part / time.seconds:.0f} % {name}" for name, part in waits.items() if part >= 0.01 * time.seconds
     ]
-    where = f"rank {memory.rank}, the fullest" if row.layout.pp > 1 else "a rank"
+    where = f"rank {memory.rank}, the fullest" if row.layout.num_stages > 1 else "a rank"
     return [
         f"At the peak {where} has {', '.join(large)}; the allocator holds {human_bytes(memory.reserved)}.",
         f"A step of {human_seconds(time.seconds)} is {', '.join(shares)}.",
@@ -224,7 +223,7 @@ def _in_detail(row: Estimate) -> list[str]:
 
 
 def _on_compression(plan: Plan, chosen: Estimate) -> list[str]:
-    """Whether gradients that are sent in fewer bytes would pay, if ddp waits for them."""
+    """A line on the gain of compressed gradients, if ddp spends time waiting for them."""
     plain, best = plain_ddp(plan.rows), best_of(plan.advice)
     if not plan.advice or plain is None:
         return []
@@ -239,13 +238,13 @@ def _on_compression(plan: Plan, chosen: Estimate) -> list[str]:
 
 
 def _why_sharded(plan: Plan, uses: str, has: str) -> str:
-    whole = [one for one in plan.rejected if one.layout.name in ("ddp", "single") and one.needs is not None]
+    whole = [one for one in plan.rejected if keeps_whole_state(one.layout) and one.needs is not None]
     if whole:
         needed = gib(min(one.needs or 0 for one in whole))
         return f"needs {needed} on a device without sharding, which has {has}; here {uses}."
-    if any(row.layout.name in ("ddp", "single") for row in plan.rows):
+    if any(keeps_whole_state(row.layout) for row in plan.rows):
         return f"quicker than whole copies of the model, and {uses} of {has}."
-    return f"{uses} of {has}."  # nothing else was asked for
+    return f"{uses} of {has}."  # no layout with whole state was estimated
 
 
 def _nothing_fits(plan: Plan) -> list[str]:

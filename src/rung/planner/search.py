@@ -1,7 +1,7 @@
-"""Looking at layouts one after the other: what each costs with the largest micro-batch that fits, or why it cannot be.
+"""Estimate layouts one after the other with the largest micro-batch that fits, or find the reason to reject them.
 
-Layouts whose parameters, gradients and optimizer state alone do not fit are left out before anything is traced, and
-pipelines that cannot win after fewer stages were looked at.
+Layouts whose parameters, gradients and optimizer state alone do not fit are rejected before anything is traced, and
+pipelines that cannot win are rejected by the estimates of fewer stages.
 """
 
 from __future__ import annotations
@@ -9,30 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from rung.config import RunConfig
 from rung.errors import RungError
+from rung.hardware.cluster import Cluster
 from rung.planner.candidates import micro_batches_for
 from rung.planner.estimate import Estimate, Estimator
-from rung.planner.hardware import Cluster
-from rung.sizes import human_seconds
-from rung.strategy import Layout
+from rung.spec.abilities import family, num_parts
+from rung.spec.config import RunConfig
+from rung.spec.strategy import Layout
+from rung.system.units import human_seconds
 
-WORTH_IT = 0.05  # a gain below this is not worth a higher rung
-_FAR = 0.25  # what is so much slower than the best is not made the best by twice as many stages
+WORTH_IT = 0.05  # a smaller gain is not worth a higher rung
+_FAR = 0.25  # if a pipeline is this much slower than the best, twice as many stages are not tried
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that cannot be, and why."""
+    """A rejected layout and the reason."""
 
     layout: Layout
     reason: str
-    needs: int | None = None  # bytes of a device with which it could be
+    needs: int | None = None  # the device memory in bytes that it would need
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was found of a layout: its cost with activations kept, recomputed, or both; or that it cannot be."""
+class SearchResult:
+    """Estimates of a layout with activations kept, recomputed, or both; or its rejection."""
 
     layout: Layout
     rows: tuple[Estimate, ...] = ()
@@ -43,11 +44,11 @@ def search(
     estimator: Estimator,
     layouts: Iterable[Layout],
     state: dict[str, int],
-    note: Callable[[Found | None], float] | None = None,
+    note: Callable[[SearchResult | None], float] | None = None,
     *,
     prunes: bool = True,
-) -> Iterator[Found]:
-    """Look at layouts in their order. `note` is told of each, and tells the seconds of the best that anybody found."""
+) -> Iterator[SearchResult]:
+    """Estimate layouts in order. `note` takes each result and returns the seconds of the best one of all processes."""
     rows: list[Estimate] = []
 
     def best() -> float:
@@ -57,24 +58,28 @@ def search(
     for layout in layouts:
         why_not = cannot_win(layout, rows, best(), estimator.least_seconds(layout)) if prunes else None
         if why_not is not None:
-            found = Found(layout, rejected=Rejected(layout, why_not))
+            found = SearchResult(layout, rejected=Rejected(layout, why_not))
         else:
-            result = _look_at(layout, estimator, state, best if prunes else lambda: float("inf"))
-            found = Found(layout, tuple(result)) if isinstance(result, list) else Found(layout, rejected=result)
+            result = _estimate_layout(layout, estimator, state, best if prunes else lambda: float("inf"))
+            found = (
+                SearchResult(layout, tuple(result))
+                if isinstance(result, list)
+                else SearchResult(layout, rejected=result)
+            )
         rows += found.rows
         if note is not None:
             note(found)
         yield found
 
 
-def _look_at(
+def _estimate_layout(
     layout: Layout, estimator: Estimator, state: dict[str, int], best: Callable[[], float]
 ) -> list[Estimate] | Rejected:
     config, cluster = estimator.config, estimator.cluster
     if layout.num_data_ranks > config.batch_size:
         return Rejected(
             layout,
-            f"a batch of {config.batch_size} is less than a sample for each of {layout.num_data_ranks} data ranks",
+            f"a batch of {config.batch_size} has less than one sample for each of {layout.num_data_ranks} data ranks",
         )
     least = least_state(layout, state)
     if least > cluster.device.memory:
@@ -93,7 +98,7 @@ def _look_at(
                 estimate = estimator.estimate(layout, mode, sizes[0])
             except RungError as error:
                 if mode != modes[0]:
-                    break  # not every model can be computed again; what was found without that stands
+                    break  # not every model can be checkpointed: keep the estimates without it
                 return Rejected(layout, str(error))
             if estimate.fits(cluster):
                 found.append(estimate)
@@ -103,7 +108,7 @@ def _look_at(
             if _too_slow(estimator.least_seconds(layout), best()):
                 break
         if found and found[-1].micro_batch == largest:
-            break  # recomputing would only cost time
+            break  # the largest micro-batch fits, so recomputing would only cost time
         if _too_slow(estimator.least_seconds(layout), best()):
             break
     if found:
@@ -125,7 +130,7 @@ def _sizes(layout: Layout, config: RunConfig) -> list[int]:
 
 
 def _smaller(sizes: list[int], tried: Estimate, cluster: Cluster) -> list[int]:
-    """The sizes that may fit: what grows with the samples is about proportional to them."""
+    """The smaller sizes that may fit, assuming activations proportional to the micro-batch."""
     grows = tried.memory.of_samples
     fixed = tried.memory.process - grows
     left = [size for size in sizes[1:] if fixed + grows * size / tried.micro_batch * 0.9 <= cluster.device.memory]
@@ -133,32 +138,28 @@ def _smaller(sizes: list[int], tried: Estimate, cluster: Cluster) -> list[int]:
 
 
 def least_state(layout: Layout, state: dict[str, int]) -> int:
-    """No rank can hold less: what `zero` says is cut among the shards, the rest among stages and tensor parts."""
-    cut = layout.pp * layout.tp
-    parts = {"parameters": 3, "gradients": 2, "optimizer": 1}
-    return sum(
-        state.get(name, 0) // (cut * (layout.dp_shard if layout.zero >= stage else 1)) for name, stage in parts.items()
-    )
+    """A lower bound of the state bytes of a rank: each kind divided by the number of its parts in this layout."""
+    return sum(state.get(name, 0) // num_parts(layout, name) for name in ("parameters", "gradients", "optimizer"))
 
 
 def cannot_win(layout: Layout, rows: list[Estimate], best: float, least: float) -> str | None:
-    """Why a layout that cuts tensors or layers need not be looked at, from layouts that were.
+    """Why a composed layout need not be estimated, by the estimates `rows` of other layouts; None if it must be.
 
-    It is too slow if `least`, which it cannot do without, is more than the best takes. And if half as many stages were
-    slower than none already, or are far from the best, more will not win.
+    It cannot win if its lower bound `least` exceeds the best time, or if the same layout with half as many stages is
+    slower than with even fewer, or far slower than the best.
     """
-    if layout.pp == layout.tp == 1:
+    if not layout.is_composed:
         return None
     if _too_slow(least, best):
         return _why_slow(layout, least, best)
-    if layout.pp == 1:
+    if layout.num_stages == 1:
         return None
-    kin = {row.layout.pp: row for row in reversed(rows) if _family(row.layout) == _family(layout)}
-    fewer = kin.get(layout.pp // 2)
-    fewest = kin.get(layout.pp // 4) or kin.get(1)
+    relatives = {row.layout.pp: row for row in reversed(rows) if family(row.layout) == family(layout)}
+    fewer = relatives.get(layout.pp // 2)
+    fewest = relatives.get(layout.pp // 4) or relatives.get(1)
     if fewer is not None and fewest is not None and fewer.time.seconds > fewest.time.seconds * (1 + WORTH_IT):
         return f"{fewer.layout.name} is slower than {fewest.layout.name} already"
-    if fewer is not None and fewer.layout.pp > 1 and fewer.time.seconds > best * (1 + _FAR):
+    if fewer is not None and fewer.layout.num_stages > 1 and fewer.time.seconds > best * (1 + _FAR):
         return f"{fewer.layout.name} takes {human_seconds(fewer.time.seconds)}; the best takes {human_seconds(best)}"
     return None
 
@@ -168,13 +169,8 @@ def _too_slow(least: float, best: float) -> bool:
 
 
 def _why_slow(layout: Layout, least: float, best: float) -> str:
-    waits = " and the filling of its stages" if layout.pp > 1 else ""
+    waits = " and the filling of its stages" if layout.num_stages > 1 else ""
     return f"computing{waits} alone takes {human_seconds(least)}; the best takes {human_seconds(best)}"
-
-
-def _family(layout: Layout) -> tuple[int, int, bool]:
-    """Layouts that differ in their stages alone."""
-    return layout.tp, layout.zero, layout.dp_replicate > 1 and layout.dp_shard > 1
 
 
 def gib(num_bytes: float) -> str:

@@ -1,36 +1,40 @@
-"""`build_runtime`: from a task, a world and settings to something that takes steps.
+"""`build_runtime`: builds the runtime of this rank from a task, a world and settings.
 
-One of the two places (the other is `parallelize`) where the strategy is looked at. Training calls it in a real world, a
-dry run in a pretend one.
+One of the two places that depend on the strategy; the other is `parallelize`. Training calls it in a real world, a dry
+run in a fake one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from rung.agreement import refuse_contradictions
-from rung.config import RunConfig
-from rung.nested import map_tensors
+from rung.data.pytree import map_tensors
+from rung.data.sample_reader import example_batch
+from rung.distributed.status_board import StatusWriter
+from rung.distributed.world import World
 from rung.parallel import parallelize
+from rung.parallel.blocks import BlockReuse
 from rung.parallel.materialize import Weights
 from rung.parallel.zero1 import ShardedUpdate
-from rung.reading import example_batch
 from rung.runtime.base import LocalStep, ModelFacts, Runtime
-from rung.runtime.compressed import CompressedRuntime, HalvedRuntime
-from rung.runtime.data_parallel import DataParallelRuntime
+from rung.runtime.compressed import compressed_parts, half_gradient_parts
+from rung.runtime.context import RuntimeContext
 from rung.runtime.forward import autocast, call_model, default_type, laid_out
-from rung.runtime.local_steps import LocalStepsRuntime
-from rung.runtime.mesh import MeshRuntime
+from rung.runtime.local_steps import local_steps_parts
+from rung.runtime.mesh import mesh_parts
 from rung.runtime.optimizer import make_optimizer, make_schedule
-from rung.runtime.pipeline import PipelineRuntime
-from rung.status import StatusWriter
-from rung.task import Task
-from rung.world import World
+from rung.runtime.pipeline import pipeline_parts
+from rung.runtime.step import StepRuntime
+from rung.spec.compatibility import validate_config
+from rung.spec.config import RunConfig
+from rung.spec.presets import PRESETS
+from rung.spec.strategy import Layout
+from rung.spec.task import Task
 
 __all__ = ["LocalStep", "Runtime", "build_runtime"]
 
@@ -44,19 +48,23 @@ def build_runtime(
     status: StatusWriter | None = None,
     dataset: Any = None,
     seeded: bool = True,
-) -> MeshRuntime:
-    """Model on meta -> parallelize, filling with the seeded weights -> optimizer -> runtime.
+    reuse: BlockReuse | None = None,
+    blocks_on_host: bool = False,
+) -> Runtime:
+    """Model on meta -> parallelize, with the seeded weights -> optimizer -> runtime.
 
-    Where the model is cut, a sample shows how its forward goes: from `dataset`, or else from the task's training data.
-    With `seeded` off the weights are left as memory comes, for a checkpoint to fill: no rank holds the whole model.
+    Where the model is cut, its forward is traced on a sample of `dataset`, or else of the task's training data. Without
+    `seeded` the weights stay uninitialised, for a checkpoint to fill: no rank holds the whole model. Dry runs of the
+    same task share `reuse`. With `blocks_on_host`, one process computes a model that does not fit on its device.
     """
     layout = world.layout
-    refuse_contradictions(config, layout)
+    validate_config(config, layout)
     dtype = torch.float64 if config.precision == "fp64" else None
     last = config.memory_format == "channels_last"
-    weights = Weights(task, world, config.seed, dtype, seeded=seeded, channels_last=last)
+    masters = config.precision in ("bf16", "fp16")
+    weights = Weights(task, world, config.seed, dtype, seeded=seeded, channels_last=last, masters=masters)
     assert weights.model is not None
-    facts = ModelFacts.of(weights.model)
+    facts = ModelFacts.of(weights.model)  # before the model is cut
     example = None
     if layout.is_composed:
         example = example_batch(dataset if dataset is not None else task.train_data(), task.collate)
@@ -67,71 +75,53 @@ def build_runtime(
         with autocast(config, world.device), default_type(dtype) if dtype is not None else nullcontext():
             return call_model(task, model, batch)[0]
 
-    places, remote = _place_on_servers(weights, world, task) if layout.servers else ({}, {})
-    spread = parallelize(weights, world, config, task, run, example)
-    spread.places, spread.remote = places, remote
-    with world.tensors():
+    places, remote = _module_of(layout).place(weights, world, task) if layout.servers else ({}, {})
+    parallel = parallelize(weights, world, config, task, run, example, reuse, blocks_on_host=blocks_on_host)
+    parallel.places, parallel.remote = places, remote
+    if weights.widened is not None:
+        kind = str(weights.widened).removeprefix("torch.")
+        parallel.notes.append(
+            f"the model comes in {kind}; its weights are kept in fp32, as under --precision bf16, fp16"
+        )
+    allow_unused = config.unused_parameters == "allow"
+    make = partial(make_optimizer, fused=config.fused, num_ranks=world.size, allow_unused=allow_unused)
+    with world.tensors.mode():
         if layout.zero == 1 and not layout.uses_fully_shard:
-            update = ShardedUpdate(spread.model, world.axis("dp_shard"))
-            with update.as_parameters():
-                optimizer = make_optimizer(task, spread.model, fused=config.fused)
+            update = ShardedUpdate(parallel.model, world.axis("dp_shard"))
+            with update.as_parameters():  # the task's optimizer gets this rank's slices
+                optimizer = make(task, parallel.model)
         else:
             update = None
-            optimizer = make_optimizer(task, spread.model, fused=config.fused)
+            optimizer = make(task, parallel.model)
         schedule = make_schedule(task, optimizer, total_steps)
-    runtime = _kind(world, config, total_steps)(
-        task=task,
-        world=world,
-        config=config,
-        spread=spread,
-        optimizer=optimizer,
-        schedule=schedule,
-        sharded_update=update,
-        facts=facts,
-        status=status or StatusWriter(),
+    context = RuntimeContext(
+        task, world, config, parallel, optimizer, schedule, update, facts, status or StatusWriter(), total_steps
     )
-    runtime.total_steps = total_steps
-    return runtime
+    return _assemble(context)
 
 
-def _kind(world: World, config: RunConfig, total_steps: int | None) -> Callable[..., MeshRuntime]:
-    """The class of runtime for a rank. What calls others is imported where it is wanted: RPC takes its time."""
-    layout = world.layout
+def _assemble(context: RuntimeContext) -> Runtime:
+    """The runtime of this rank: from the strategy's own module, or else from parts for the settings and the mesh."""
+    config, layout = context.config, context.world.layout
+    if (module := _module_of(layout)) is not None:
+        runtime: Runtime = module.build(context)
+        return runtime
     if config.local_steps > 1:
-        return LocalStepsRuntime
-    if config.compress in ("fp16", "bf16"):
-        return HalvedRuntime
-    if config.compress != "none":
-        return partial(CompressedRuntime, total_steps=total_steps)
-    if layout.kind == "ps":
-        from rung.runtime import parameter_server
-
-        return parameter_server.ParameterServer if world.is_server else parameter_server.Trainer
-    if layout.kind == "ps-async":
-        from rung.runtime import async_server, async_trainer
-
-        return async_server.AsyncServer if world.is_server else async_trainer.AsyncTrainer
-    if layout.kind == "ddp+ps":
-        from rung.runtime import hybrid
-
-        return hybrid.RemoteServer if world.is_server else hybrid.RemoteTrainer
-    if layout.kind == "rpc-pp":
-        from rung.runtime import rpc_pipeline
-
-        return rpc_pipeline.RpcPipelineRuntime
-    if layout.kind == "dp":
-        return DataParallelRuntime
-    return PipelineRuntime if layout.pp > 1 else MeshRuntime
+        parts = local_steps_parts(context)
+    elif config.compress in ("fp16", "bf16"):
+        parts = half_gradient_parts(context)
+    elif config.compress != "none":
+        parts = compressed_parts(context)
+    else:
+        parts = pipeline_parts(context) if layout.pp > 1 else mesh_parts(context)
+    return StepRuntime(context, parts)
 
 
-def _place_on_servers(weights: Weights, world: World, task: Task) -> tuple[dict[str, int], dict[str, int]]:
-    """The server of each tensor and module that lives on one; this rank gets storage for its own only."""
-    if world.layout.kind == "ddp+ps":
-        from rung.runtime import hybrid
+def _module_of(layout: Layout) -> Any:
+    """The module of a strategy with a runtime of its own. Imported here, because importing RPC takes half a second.
 
-        return hybrid.keep_own_modules(weights, world, task)
-    from rung.runtime import async_server, parameter_server
-
-    if world.layout.kind == "ps-async":
-        return async_server.keep_own_state(weights, world), {}
-    return parameter_server.keep_own_parameters(weights, world), {}
+    It has `build(context) -> Runtime`. With servers it also has `place(weights, world, task)`, which keeps storage for
+    this rank's own tensors and returns the server of each tensor and of each module that is not on trainers.
+    """
+    preset = PRESETS.get(layout.kind)
+    return importlib.import_module(f"rung.runtime.{preset.runtime}") if preset is not None and preset.runtime else None

@@ -1,48 +1,77 @@
-"""What a runtime is: something that takes one training step on this rank's share of a global batch."""
+"""The interface of a runtime, which takes one training step on this rank's share of a global batch.
+
+Other packages use only `Runtime`; `build_runtime` chooses the implementation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from rung.sizes import human_size
-from rung.windows import Window
+from rung.data.batch_shard import LocalBatch
+from rung.data.batches import Batches
+from rung.distributed.world import World
+from rung.parallel import ParallelModel
+from rung.parallel.pipeline.schedule import Stage
+from rung.runtime.optimizer import LocalScaler
+from rung.runtime.phases import PhaseClock
+from rung.runtime.rank_state import RankLocalState
+from rung.system.units import human_size
 
 
 @dataclass(frozen=True)
 class LocalStep:
-    """What a step leaves on this rank, still on the device.
+    """The result of a step on this rank, still on the device.
 
-    The loss is this rank's share: the sum over all ranks is the global loss. The norm is the global one already.
+    The loss is this rank's share: the sum over all ranks is the global loss. The norm is global already.
     """
 
     loss_share: Tensor
     grad_norm: Tensor | None
     learning_rate: float
-    staleness: int | None = None  # updates that the gradient was late by, where that can be
+    staleness: int | None = None  # updates that the gradient was late by, under ps-async
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The loss and the gradients of a window, as a step would compute them, without an update.
+
+    The loss is this rank's share. `squares` are the squared norms of whole gradients, by the names of this rank's
+    parameters; None where ranks do not have the gradient of the global loss (compression, local steps).
+    """
+
+    loss_share: Tensor
+    squares: dict[str, Tensor] | None
 
 
 @dataclass
 class Traffic:
-    """What was sent for one purpose."""
+    """Messages sent for one purpose."""
 
     messages: int = 0
     num_bytes: int = 0
-    plain_bytes: int = 0  # what the same would have been uncompressed; 0 where nothing is
+    plain_bytes: int = 0  # without compression; 0 where nothing is compressed
 
     def add(self, num_bytes: int, messages: int = 1) -> None:
         self.messages += messages
         self.num_bytes += num_bytes
 
+    def without(self, earlier: Traffic) -> Traffic:
+        """What was sent since."""
+        return Traffic(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
+
     def as_json(self) -> dict[str, int]:
-        told = {"messages": self.messages, "num_bytes": self.num_bytes}
-        return {**told, "plain_bytes": self.plain_bytes} if self.plain_bytes else told
+        counts = {"messages": self.messages, "num_bytes": self.num_bytes}
+        return {**counts, "plain_bytes": self.plain_bytes} if self.plain_bytes else counts
 
     def saving(self) -> str:
-        """A line about what was compressed."""
+        """A line for the user about the effect of compression."""
         if not self.num_bytes:
             return f"sent nothing, instead of {human_size(self.plain_bytes)} from each rank"
         times = self.plain_bytes / self.num_bytes
@@ -51,7 +80,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The whole model, whatever this rank keeps of it."""
+    """Figures of the whole model, whatever part this rank holds."""
 
     num_trainable: int
     num_frozen: int
@@ -65,19 +94,74 @@ class ModelFacts:
         return cls(trainable, frozen, [name for name, _ in model.named_buffers()])
 
 
+class Updates:
+    """Counts a rank's updates. While one is running, the state must not be saved."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._is_running = False
+
+    def begin(self) -> None:
+        """Call before the first parameter changes."""
+        self._is_running = True
+
+    def end(self) -> None:
+        self._is_running, self.count = False, self.count + 1
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_running
+
+
+class ReplicaThreads(Protocol):
+    """dp on the CPU: a model in each of several threads, for tools that observe what they compute."""
+
+    models: list[nn.Module]
+
+    def in_each_thread(self, run: Callable[[], Any]) -> None: ...
+
+
+# The loop of a rank that works for servers at its own pace: takes the training batches and a function that makes the
+# evaluation's, and returns why it ended: finished, or stopped.
+Work = Callable[[Batches, Callable[[], Batches] | None], str]
+
+
 class Runtime(Protocol):
-    """The unit is a step, never forward, backward or update: the shape that every kind of parallelism shares."""
+    """Takes whole steps, since every kind of parallelism has its own order of forward, backward and update."""
 
-    notes: list[str]
+    world: World
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    scaler: LocalScaler | None
+    total_steps: int | None  # of the schedule
     facts: ModelFacts
+    parallel: ParallelModel  # the model with what `parallelize` did to it
+    notes: list[str]
+    updates: Updates
+    clock: PhaseClock
+    parameter_slices: Mapping[int, nn.Parameter]  # by a parameter's id: the slice that the optimizer has in its place
+    counted_elsewhere: AbstractSet[int]  # ids of parameters that another rank saves
+    stages: Sequence[Stage]  # this rank's stages of a pipeline schedule
+    replica_threads: ReplicaThreads | None
+    rank_state: RankLocalState | None
+    work: Work | None  # replaces the training loop on this rank
 
-    def place(self, windows: Iterable[Window]) -> Iterator[Window]:
+    def begin(self, start: int, batches: Batches) -> None:
+        """Called once the state is that after step `start`, with the batches to come."""
+        ...
+
+    def place(self, windows: Iterable[LocalBatch]) -> Iterator[LocalBatch]:
         """Windows with their tensors on the device."""
         ...
 
-    def step(self, window: Window, *, want_norm: bool = False) -> LocalStep: ...
+    def step(self, window: LocalBatch, *, want_norm: bool = False) -> LocalStep: ...
 
-    def evaluate(self, windows: Iterable[Window]) -> dict[str, float]:
+    def probe(self, window: LocalBatch) -> Probe:
+        """Compute loss and gradients without dropout, and leave the state as it was. Not under strategies over RPC."""
+        ...
+
+    def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:
         """Loss and metrics over every sample once, equal on all ranks."""
         ...
 
@@ -89,22 +173,27 @@ class Runtime(Protocol):
         """The module's own state dict, whole tensors on the host; empty tensors on all ranks but the main one."""
         ...
 
+    def reshard(self) -> None:
+        """Bring the parameters into their state between steps, wherever a forward pass ended."""
+        ...
+
     def state_bytes(self) -> dict[str, int]:
         """Bytes this rank keeps between steps: parameters, gradients, optimizer, buffers."""
         ...
 
-    def is_settled(self) -> bool:
-        """Whether the state is that after the last step and all before it, so that a run may stop here."""
-        ...
-
-    def dismiss(self, *, stopped: bool) -> None:
-        """The run is over."""
-        ...
-
     def traffic(self) -> dict[str, Traffic]:
-        """What this rank has sent since it was built, by kind, where somebody counted."""
+        """Messages of this rank since it was built, by kind, where they are counted."""
         ...
 
     def device_0_bytes(self) -> dict[str, int]:
-        """The most that the first device of this process held in a step beyond what its others did; empty with one."""
+        """The most bytes that the first device of this process held in a step beyond the others; empty with one."""
+        ...
+
+    def is_consistent(self) -> bool:
+        """Whether the state is that after the last step and all before it, so that a run may stop here. A collective
+        of all ranks."""
+        ...
+
+    def close(self, *, stopped: bool) -> None:
+        """The run is over."""
         ...

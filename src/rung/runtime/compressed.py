@@ -1,86 +1,119 @@
-"""ddp with compressed gradients: the step of ddp, but for how gradients become common to all ranks."""
+"""ddp with compressed gradients: the step of ddp with another reduction of gradients."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rung.parallel.compression import Exchange, Wire, halve_gradients, make_exchange
-from rung.parallel.gradients import clip
+from rung.distributed.ddp import replicate
+from rung.parallel.compression import GradientExchange, Slots, Wire, halve_gradients, make_exchange
+from rung.parallel.gradients import clip, global_norm
 from rung.runtime.base import Traffic
-from rung.runtime.mesh import MeshRuntime
+from rung.runtime.context import RuntimeContext
+from rung.runtime.forward import HALF_TYPES
+from rung.runtime.mesh import ddp_parts, whole_model_parts
 from rung.runtime.optimizer import local_bytes
+from rung.runtime.rank_state import SavedRankState, shaped_like
+from rung.runtime.step import StepParts
+from rung.runtime.update import end_update, step_scaled
 
-_HALF_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
+def half_gradient_parts(context: RuntimeContext) -> StepParts:
+    """DDP that reduces gradients in fp16 or bf16."""
+    world, kind, wire = context.world, context.config.compress, Wire(context.world)
 
-class HalvedRuntime(MeshRuntime):
-    """DDP reduces in a type of 16 bits."""
-
-    def _replicate(self) -> DistributedDataParallel | None:
-        kind, finds_unused = self.config.compress, self.config.unused_parameters == "allow"
-        ddp = self.world.replicate(self._loss_module, find_unused=finds_unused, reduce_in=_HALF_TYPES[kind])
-        self._wire = Wire(self.world)
-        if not self.world.pretend:  # there, DDP has a hook already
-            halve_gradients(ddp, kind, self._wire)
+    def replicate_halved(module: nn.Module) -> DistributedDataParallel:
+        finds_unused = context.config.unused_parameters == "allow"
+        ddp = replicate(world, module, find_unused=finds_unused, reduce_in=HALF_TYPES[kind])
+        if not world.is_dry_run:
+            halve_gradients(ddp, kind, wire)
         return ddp
 
-    def traffic(self) -> dict[str, Traffic]:
-        return {"gradients": traffic_of(self._wire)}
+    parts = ddp_parts(context, replicate_halved)
+    parts.gradient_squares = None  # rounded
+    parts.traffic = lambda: {"gradients": traffic_of(wire)}
+    return parts
 
 
-class CompressedRuntime(MeshRuntime):
-    """No DDP: each rank has its own gradients when backward is over, and an `Exchange` makes them common."""
+def compressed_parts(context: RuntimeContext) -> StepParts:
+    """Without DDP: backward leaves each rank its own gradients, and a `GradientExchange` reduces them."""
+    parts = whole_model_parts(context)
+    parts.gradient_squares = None  # each rank has the gradient of its own share
+    with context.world.tensors.mode():
+        exchange = make_exchange(
+            context.config, context.world, context.optimizer, context.trainable, context.total_steps
+        )
+    context.notes += exchange.notes
+    parts.update = partial(exchange_and_update, context, exchange)
+    parts.rank_state = UnsentGradients(context, exchange)
+    parts.traffic = lambda: {"gradients": traffic_of(exchange.wire)}
+    parts.further_bytes = lambda: {"compression": sum(map(local_bytes, exchange.vectors().values()))}
+    return parts
 
-    def __init__(self, *, total_steps: int | None, **parts: Any) -> None:
-        super().__init__(**parts)
-        with self.world.tensors():
-            self.exchange: Exchange = make_exchange(
-                self.config, self.world, self.optimizer, self._trainable, total_steps
+
+def exchange_and_update(context: RuntimeContext, exchange: GradientExchange, want_norm: bool) -> Tensor | None:
+    """Exchange after unscaling, and before the norm, which is of the gradients that the optimizer gets."""
+    scaler, device = context.scaler, context.world.device
+    if scaler is not None:
+        scaler.unscale_(context.optimizer)
+        if float(scaler.sync_overflow(context.optimizer, device)) > 0:
+            # A rank's gradients overflowed: send nothing, and keep no residual of this step.
+            scaler.update()
+            end_update(context)
+            return torch.full((), float("inf"), device=device) if want_norm else None
+    parameters = context.parameters
+    exchange.reduce()
+    max_norm = context.config.clip if not exchange.clips else None  # else clipped in `reduce`, before compression
+    norm = global_norm(parameters) if max_norm is not None or want_norm else None
+    if max_norm is not None and norm is not None:
+        clip(parameters, max_norm, norm)
+    context.updates.begin()
+    exchange.commit()
+    exchange.apply(partial(step_scaled, context))
+    end_update(context)
+    return norm
+
+
+class UnsentGradients:
+    """This rank's residuals: the parts of gradients that its messages have omitted so far."""
+
+    kind = "compress"
+
+    def __init__(self, context: RuntimeContext, exchange: GradientExchange) -> None:
+        self._notes, self.exchange = context.notes, exchange
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._views() | self.exchange.extras()
+
+    def common_tensors(self, found: dict[str, Tensor], *, alone: bool) -> dict[str, Tensor]:
+        return found
+
+    def restore(self, saved: SavedRankState) -> bool:
+        names = saved.names()
+        keys = {name.rpartition("/")[2] for name in names if "/" in name}
+        if keys != set(self.exchange.vectors()):
+            return False
+        for name, view in self._views().items():
+            if view.numel() > 0:
+                view.copy_(shaped_like(saved.get(name), view, name))
+        self.exchange.restore({name: saved.get(name) for name in names if "/" not in name})
+        if saved.own_rank is None and keys:
+            self._notes.append(
+                "compression: every rank starts with the mean of the residuals (gradients not sent yet) of "
+                f"{saved.num_ranks} ranks"
             )
-        self.notes += self.exchange.notes
+        return True
 
-    def _replicate(self) -> DistributedDataParallel | None:
-        return None
+    def _views(self) -> dict[str, Tensor]:
+        vectors = self.exchange.vectors().items()
+        return {f"{name}/{key}": view for key, one in vectors for name, view in named_views(self.exchange.slots, one)}
 
-    @property
-    def _sees_all_gradients(self) -> bool:
-        return False
 
-    def _update(self, want_norm: bool) -> Tensor | None:
-        """The exchange comes between unscaling and the norm, which is that of what the optimizer gets."""
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
-            if float(self._scaler.agree(self.optimizer, self.world.device)) > 0:
-                return self._skip(want_norm)
-        exchange, parameters = self.exchange, [p for _, p in self._trainable]
-        exchange.reduce()
-        norm, max_norm = None, self.config.clip if not exchange.clips else None
-        if max_norm is not None or want_norm:
-            norm = self._norm(parameters)
-        if max_norm is not None and norm is not None:
-            clip(parameters, max_norm, norm)
-        self.is_updating = True
-        exchange.commit()
-        exchange.apply(self._take_step)
-        self._after_update()
-        return norm
-
-    def _skip(self, want_norm: bool) -> Tensor | None:
-        """Some rank's gradients overflowed: nothing is sent, and nothing of this step is kept."""
-        assert self._scaler is not None
-        self._scaler.update()
-        self._after_update()
-        return torch.full((), float("inf"), device=self.world.device) if want_norm else None
-
-    def traffic(self) -> dict[str, Traffic]:
-        return {"gradients": traffic_of(self.exchange.wire)}
-
-    def state_bytes(self) -> dict[str, int]:
-        return {**super().state_bytes(), "compression": sum(map(local_bytes, self.exchange.vectors().values()))}
+def named_views(slots: Slots, vector: Tensor) -> list[tuple[str, Tensor]]:
+    return list(zip(slots.names, slots.views(vector), strict=True))
 
 
 def traffic_of(wire: Wire) -> Traffic:

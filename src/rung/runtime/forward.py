@@ -1,4 +1,4 @@
-"""From a batch to an output and a loss: how the task's functions are called, on tensors in any nesting."""
+"""Calls the task's functions: from a batch, in any nesting of tensors, to an output and a loss."""
 
 from __future__ import annotations
 
@@ -12,31 +12,36 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rung.config import RunConfig
+from rung.data.pytree import map_tensors
 from rung.errors import TaskError
-from rung.nested import map_tensors
 from rung.parallel.dropout import NoDropout
-from rung.parallel.tensor import loss_context
-from rung.parallel.tensor_plan import TensorPlan
-from rung.task import Task, has_target, split_batch
+from rung.parallel.tensor.apply import loss_context, whole_output
+from rung.parallel.tensor.plan import TensorPlan
+from rung.runtime.batch_loss import BatchGather
+from rung.spec.config import RunConfig
+from rung.spec.task import Task, has_target, split_batch
 
 __all__ = ["LossModule", "NoDropout", "autocast", "call_model", "default_type", "laid_out"]
 
 
 class LossModule(nn.Module):
-    """From a batch to its loss: what is wrapped by DDP and compiled as one piece, so that outputs need not survive."""
+    """Model and loss as one module, for DDP and compile: outputs need not outlive the forward."""
 
-    def __init__(self, model: nn.Module, task: Task, plan: TensorPlan | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, plan: TensorPlan | None = None, batch_gather: BatchGather | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self._task = task
-        self._plan = plan
+        self._plan, self._batch_gather = plan, batch_gather
 
-    def forward(self, batch: Any, counted: Tensor | None = None) -> Tensor:
-        """`counted` is a flag on the device: whether this batch has any weight. Without, its gradient is nothing."""
+    def forward(self, batch: Any, counted: Tensor | None = None, num_global_samples: int = 0) -> Tensor:
+        """`counted` is a flag on the device: whether this batch has any weight. If not, its gradient is zeroed."""
         output, target = self.call(batch)
+        if self._batch_gather is not None:
+            output, target = self._batch_gather((whole_output(output), target), num_global_samples)
         if counted is not None:
-            map_tensors(output, lambda t: _only_if(counted, t))
+            map_tensors(output, lambda t: _zero_gradient_unless(counted, t))
         if self._plan is None:
             return self.take_loss(output, target)
         with loss_context(self._plan):
@@ -51,19 +56,19 @@ class LossModule(nn.Module):
 
 
 def call_model(task: Task, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """(output, target) of a batch, by the task's `forward` or the conventions of `rung.task`."""
+    """(output, target) of a batch, by the task's `forward` or the conventions of `rung.spec.task`."""
     given, target = split_for_model(task, batch)
     return compute_output(task, model, given), target
 
 
 def split_for_model(task: Task, batch: Any) -> tuple[Any, Any]:
-    """(what `compute_output` is given, what the loss is given) of a batch."""
+    """Split a batch into the input of `compute_output` and the target of the loss."""
     inputs, target = split_batch(batch)
     if task.forward is not None:
         return batch, target
     if not has_target(batch):
         raise TaskError(
-            f"{task.name}: a batch is a pair (input, target) or a dict with a 'target'; this one is "
+            f"{task.name}: a batch must be a pair (input, target) or a dict with a 'target'; this one is "
             f"{_describe(batch)}. Define forward(model, batch) to use it as it is."
         )
     return inputs, target
@@ -75,8 +80,9 @@ def compute_output(task: Task, model: nn.Module, given: Any) -> Any:
     return model(**given) if isinstance(given, Mapping) else model(given)
 
 
-def _only_if(counted: Tensor, output: Tensor) -> None:
+def _zero_gradient_unless(counted: Tensor, output: Tensor) -> None:
     if output.requires_grad:
+        # `where`, not a product: 0 * nan is nan.
         output.register_hook(  # type: ignore[no-untyped-call]
             lambda grad: torch.where(counted, grad, torch.zeros_like(grad))
         )
@@ -91,7 +97,7 @@ def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[
 
 
 class _DefaultType:
-    """torch's default type is that of the whole process: the first thread to enter changes it, the last undoes it."""
+    """torch's default dtype is global to the process: the first thread to enter sets it, the last restores it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +124,7 @@ default_type = _DefaultType()
 
 
 def laid_out(config: RunConfig, tensor: Tensor) -> Tensor:
-    """A tensor of a batch in the memory format of the run. Values and shapes are the same in any."""
+    """A tensor of a batch in the memory format of the run, with the same shape and values."""
     if config.memory_format != "channels_last" or tensor.dim() != 4:
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""What counts how much in a mean over ranks: losses and metrics as sums that add up, and shares of a step."""
+"""Means over ranks: losses and metrics as sums and counts, and each micro-batch's share of a step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rung.data.batch_shard import LocalBatch, MicroBatch
+from rung.data.pytree import map_tensors
+from rung.data.sample_reader import example_batch
+from rung.distributed.world import World
 from rung.errors import TaskError
-from rung.nested import map_tensors
-from rung.parallel.tensor import whole_output
-from rung.reading import example_batch
+from rung.parallel.tensor.apply import whole_output
+from rung.runtime.batch_loss import BatchGather
 from rung.runtime.forward import call_model
-from rung.task import Task, split_batch
-from rung.windows import MicroBatch, Window
-from rung.world import World
+from rung.spec.task import Task, split_batch
+
+Measured = dict[str, tuple[Tensor, Tensor]]  # (sum, count) of the loss and each metric
 
 
 def loss_weight(task: Task, micro: MicroBatch) -> Any:
@@ -25,20 +28,30 @@ def loss_weight(task: Task, micro: MicroBatch) -> Any:
 
 
 def measure(
-    task: Task, output: Any, target: Any, micro: MicroBatch, device: torch.device
-) -> dict[str, tuple[Tensor, Tensor]]:
+    task: Task,
+    output: Any,
+    target: Any,
+    micro: MicroBatch,
+    world: World,
+    batch_gather: BatchGather | None = None,
+) -> Measured:
     """(sum, count) of the loss and of each metric over this rank's samples."""
-    output = whole_output(output)
+    output, device = whole_output(output), world.device
     real = micro.num_samples > 0
     count = torch.tensor(float(micro.num_samples), dtype=torch.float64, device=device)
     weight = count
     if task.loss_weight is not None:
         weight = torch.as_tensor(loss_weight(task, micro), device=device).to(torch.float64).reshape(())
-    loss = task.loss(output, target).to(torch.float64)
+    if batch_gather is not None:  # all data ranks compute the same loss, and one counts it
+        whole, targets = batch_gather((output, target), micro.num_global_samples)
+        loss = task.loss(whole, targets).to(torch.float64)
+        weight = torch.full_like(count, micro.num_global_samples if world.role.data_rank == 0 else 0)
+    else:
+        loss = task.loss(output, target).to(torch.float64)
     measured = {"loss": (torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight)}
     if task.metrics is None:
         return measured
-    num_rows = max(micro.num_samples, 1)
+    num_rows = max(micro.num_samples, 1)  # a stand-in has one row
     for name, value in task.metrics(output, target).items():
         if name == "loss":
             raise TaskError(f"{task.name}: metrics() may not return 'loss', which is measured anyway. Rename it.")
@@ -52,14 +65,14 @@ def measure(
                 f"{task.name}: metrics()[{name!r}] is {got} for a batch of {num_rows}. Return one number per "
                 f"sample (a tensor of length {num_rows}), or a pair (sum, count)."
             )
-        if not real:
+        if not real:  # a stand-in counts for nothing
             total, units = torch.zeros_like(total), torch.zeros_like(units)
         measured[name] = (total, units)
     return measured
 
 
 def metric_names(task: Task) -> list[str] | None:
-    """The figures that an evaluation will have, from tensors without data; None where only real ones would tell."""
+    """The names of an evaluation's figures, from a forward on the meta device; None where that fails."""
     if task.eval_data is None or task.metrics is None:
         return ["loss"]
     try:
@@ -73,20 +86,22 @@ def metric_names(task: Task) -> list[str] | None:
 
 def weighted(loss: Tensor, share: float | Tensor) -> Tensor:
     if isinstance(share, Tensor):
-        # A micro-batch without a counted unit may have a mean of 0/0.
+        # A micro-batch without a counted unit may have a mean of 0/0, and 0 * nan is nan.
         return torch.where(share > 0, loss * share.to(loss.dtype), torch.zeros_like(loss))
     return loss if share == 1.0 else loss * share
 
 
 def means(rows: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    """Of each name, over the sums and counts that ranks have of it."""
+    """The mean of each name, from the ranks' sums and counts."""
     names = sorted({name for row in rows for name in row})
-    told = {name: [row[name] for row in rows if name in row] for name in names}
-    return {n: sum(total for total, _ in pairs) / max(sum(c for _, c in pairs), 1e-300) for n, pairs in told.items()}
+    by_name = {name: [row[name] for row in rows if name in row] for name in names}
+    return {n: sum(total for total, _ in pairs) / max(sum(c for _, c in pairs), 1e-300) for n, pairs in by_name.items()}
 
 
-def shares_of(task: Task, world: World, window: Window) -> list[float | Tensor]:
+def shares_of(task: Task, world: World, window: LocalBatch) -> list[float | Tensor]:
     """Each of this rank's micro-batches' part of the global mean. Communicates if the task counts weights."""
+    if task.loss_scope == "batch":  # each rank has the loss of the whole micro-batch, and a gradient for its own rows
+        return [micro.num_global_samples / window.num_global_samples for micro in window.micro_batches]
     if task.loss_weight is None:
         return [micro.num_samples / window.num_global_samples for micro in window.micro_batches]
     weights = [loss_weight(task, micro) for micro in window.micro_batches]

@@ -1,4 +1,4 @@
-"""The task's optimizer and schedule, checked, and fused where the task leaves that open."""
+"""Builds and checks the task's optimizer and schedule. The optimizer is fused unless the task chose otherwise."""
 
 from __future__ import annotations
 
@@ -14,20 +14,33 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from rung.distributed.torch_private import has_step_hooks
 from rung.errors import TaskError
-from rung.parallel.materialize import is_absent
-from rung.task import Task
+from rung.parallel.materialize import gradient_hooks, is_absent
+from rung.spec.task import Task
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
-_FUSED_ON_SHARDS = (torch.optim.AdamW, torch.optim.Adam)  # DTensor knows no other fused kernel
+_FUSED_ON_SHARDS = (torch.optim.AdamW, torch.optim.Adam)  # DTensor supports no other fused kernel
 
 
-def make_optimizer(task: Task, model: nn.Module, *, fused: bool) -> Optimizer:
-    """The task's optimizer over the parameters that this rank keeps. The task sees the whole model."""
+def make_optimizer(
+    task: Task, model: nn.Module, *, fused: bool, num_ranks: int = 1, allow_unused: bool = False
+) -> Optimizer:
+    """The task's optimizer over the parameters that this rank holds. The task is given the whole model.
+
+    `allow_unused`: some parameters may get no gradient in a step.
+    """
     absent = {id(p): p for p in model.parameters() if is_absent(p)}
-    for parameter in absent.values():
+    for parameter in absent.values():  # while optimizer() runs, as in the whole model
         parameter.requires_grad_(parameter.is_trained_elsewhere)  # type: ignore[attr-defined]
+    hooks = gradient_hooks(model)
     optimizer = task.optimizer(model)
+    if num_ranks > 1 and (hooked := gradient_hooks(model) - hooks):
+        raise TaskError(
+            f"{task.name}: optimizer() registers a hook on the gradient of {next(iter(hooked))}. With several ranks it "
+            "would get the gradient of one rank's samples, before the ranks sum theirs, or none at all. Change "
+            "gradients in a hook of the optimizer (register_step_pre_hook)."
+        )
     for parameter in absent.values():
         parameter.requires_grad_(False)
     if not isinstance(optimizer, Optimizer):
@@ -36,29 +49,30 @@ def make_optimizer(task: Task, model: nn.Module, *, fused: bool) -> Optimizer:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
-            f"{task.name}: LBFGS evaluates the loss several times a step, which a step over many ranks does not offer."
+            f"{task.name}: LBFGS evaluates the loss several times a step, but a step over several ranks evaluates it "
+            "once. Use another optimizer, such as AdamW."
         )
     if isinstance(optimizer, torch.optim.Adafactor) and any(
         isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
     ):
         raise TaskError(
-            f"{task.name}: torch's Adafactor cannot update parameters that are cut. Use AdamW, or a strategy that "
-            "leaves parameters whole: ddp, or pp."
+            f"{task.name}: torch's Adafactor cannot update sharded parameters. Use AdamW, or a strategy that leaves "
+            "parameters whole: ddp, or pp."
         )
     own = {id(parameter) for parameter in model.parameters()}
     foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise TaskError(
             f"{task.name}: the optimizer was given {foreign} tensors that are not parameters of the model (any more): "
-            "lists kept by the constructor do not follow when the model is spread. Take them from model.parameters()."
+            "parallelizing replaces parameters, but not in lists made before. Take them from model.parameters()."
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in absent]
-    optimizer = _fused(optimizer) if fused else optimizer
+    optimizer = _fused(optimizer, allow_unused) if fused else optimizer
     optimizer.rung_members = members  # type: ignore[attr-defined]
-    _step_kind_by_kind(optimizer)
+    _step_mesh_by_mesh(optimizer)
     return optimizer
 
 
@@ -67,8 +81,8 @@ def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> 
         return None
     if total_steps is None:
         raise TaskError(
-            f"{task.name}: schedule() needs the number of steps, which is not known here. "
-            "Give --steps, or total_steps to open_session."
+            f"{task.name}: schedule() needs the number of steps, which is not set. Give --steps, or total_steps to "
+            "open_session."
         )
     schedule = task.schedule(optimizer, total_steps)
     if isinstance(schedule, ReduceLROnPlateau):
@@ -81,7 +95,11 @@ def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> 
 
 
 class LocalScaler(torch.amp.GradScaler):
-    """torch's scaler on each rank's own parts of gradients, which may be cut over several meshes."""
+    """GradScaler on each rank's local parts of gradients, which may be sharded over several meshes.
+
+    `unscale_` and `step` take gradients from the optimizer and divide them in a private method: there is no public way
+    to pass the local parts.
+    """
 
     def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
         views = []
@@ -92,11 +110,12 @@ class LocalScaler(torch.amp.GradScaler):
         shim: Any = SimpleNamespace(param_groups=[{"params": views}])
         return super()._unscale_grads_(shim, *args)
 
-    def agree(self, optimizer: Optimizer, device: torch.device) -> Tensor:
-        """After unscaling, where ranks have seen different gradients: 1 on all ranks if any of them overflowed, else 0.
+    def sync_overflow(self, optimizer: Optimizer, device: torch.device) -> Tensor:
+        """After unscaling different gradients on each rank: 1 on all ranks if any of them overflowed, else 0.
 
-        The largest flag and not their sum: torch's fused kernels skip a step at exactly 1, and at 2 they take it.
+        The maximum of the flags and not their sum: torch's fused kernels skip a step at exactly 1, but not at 2.
         """
+        # Private: in public, a scaler shows only after a step whether it was skipped.
         found: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
         flag = torch.zeros(1, device=device)
         for value in found.values():
@@ -104,13 +123,13 @@ class LocalScaler(torch.amp.GradScaler):
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         for own in found.values():
             own.copy_(flag.reshape_as(own))
-        if not found:  # no gradient of this rank's was looked at; its scale must follow the others' all the same
+        if not found:  # this rank had no gradient, but its scale must follow the others'
             found[device] = flag
         return flag
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's fused SGD creates momentum in uninitialised memory, and a skipped first step leaves it so: 0 there
-        gives the next step the momentum of a first one."""
+        """Zero the momentum after a skipped first step: torch's fused SGD allocates it uninitialised, and with zeros
+        the next step computes the momentum of a first one."""
         groups = [group for group in optimizer.param_groups if group.get("fused") and group.get("momentum")]
         new = [p for group in groups for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
         result = super().step(optimizer, *args, **kwargs)
@@ -122,7 +141,7 @@ class LocalScaler(torch.amp.GradScaler):
 
 
 def members_of(optimizer: Optimizer) -> list[list[str]]:
-    """The names of the parameters in each group as the task made them, whatever this rank keeps of them."""
+    """The parameter names of each group as the task made them, whatever part this rank holds."""
     members: list[list[str]] = optimizer.rung_members  # type: ignore[attr-defined]
     return members
 
@@ -137,17 +156,17 @@ def local_bytes(tensor: Tensor) -> int:
 
 
 def learning_rate(optimizer: Optimizer) -> float:
-    """Of the first group, which is what is shown."""
+    """The learning rate of the first group, for display."""
     return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else float("nan")
 
 
-def _step_kind_by_kind(optimizer: Optimizer) -> None:
-    """Let a kernel that updates many parameters at once get only such that are cut over the same mesh.
+def _step_mesh_by_mesh(optimizer: Optimizer) -> None:
+    """Let foreach and fused kernels get only parameters of one mesh at a time.
 
-    The groups stay as the task made them, for its schedule; they are divided while a step runs.
+    The groups stay as the task made them, for its schedule; they are split by mesh only during a step.
     """
     every = [p for group in optimizer.param_groups for p in group["params"]]
-    if len({_kind(p) for p in every}) < 2 or not type(optimizer).__module__.startswith("torch.optim"):
+    if len({_mesh_of(p) for p in every}) < 2 or not type(optimizer).__module__.startswith("torch.optim"):
         return
     step = optimizer.step
 
@@ -158,36 +177,38 @@ def _step_kind_by_kind(optimizer: Optimizer) -> None:
         for group in groups:
             kinds: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
-                kinds.setdefault(_kind(parameter), []).append(parameter)
+                kinds.setdefault(_mesh_of(parameter), []).append(parameter)
             optimizer.param_groups += [{**group, "params": some} for some in kinds.values()]
         try:
             return step(*args, **kwargs)
         finally:
             optimizer.param_groups = groups
 
-    # A method, as schedulers expect.
+    # A bound method, as schedulers expect.
     optimizer.step = MethodType(divided, optimizer)  # type: ignore[method-assign]
 
 
-def _kind(parameter: Tensor) -> Any:
+def _mesh_of(parameter: Tensor) -> Any:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def _fused(optimizer: Optimizer) -> Optimizer:
+def _fused(optimizer: Optimizer, allow_unused: bool) -> Optimizer:
     """The same optimizer with torch's fused kernel, unless the task chose an implementation itself."""
     kind = type(optimizer)
     if kind not in _FUSED:
         return optimizer
     defaults = optimizer.defaults
+    if kind is torch.optim.SGD and allow_unused and any(group["momentum"] for group in optimizer.param_groups):
+        return optimizer  # torch's fused SGD needs momentum for all parameters or none (TypeError in 2.11 to 2.13)
     chosen = [defaults.get(key) for key in ("fused", "foreach", "capturable", "differentiable")]
     if any(chosen) or defaults.get("fused") is False or defaults.get("foreach") is False:
         return optimizer
     if any(group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups):
         return optimizer
     if defaults.get("dampening"):
-        return optimizer  # its momentum after a skipped first step would not be that of a first step (`LocalScaler`)
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return optimizer  # what the task hung on it would be lost
+        return optimizer  # zeroed momentum would not make the next step a first one: see `LocalScaler.step`
+    if has_step_hooks(optimizer):
+        return optimizer  # the rebuilt optimizer would lose the task's hooks
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters or any(not p.is_floating_point() for p in parameters):
         return optimizer
@@ -197,4 +218,32 @@ def _fused(optimizer: Optimizer) -> Optimizer:
     options: dict[str, Any] = {key: value for key, value in defaults.items() if key in accepted}
     groups = [{**group, "fused": True} for group in optimizer.param_groups]
     rebuilt: Optimizer = kind(groups, **{**options, "fused": True})
+    if kind is torch.optim.SGD:
+        _step_unfused_if_needed(rebuilt)
     return rebuilt
+
+
+def _step_unfused_if_needed(optimizer: Optimizer) -> None:
+    """Give up torch's fused SGD in the first step that it refuses and the plain one takes.
+
+    It refuses sparse gradients, and momentum for some parameters only, as when one gets its first gradient later than
+    others (torch 2.11 to 2.13). It does so before it changes anything.
+    """
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def with_retry(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            if not _is_refused_by_fused(error) or getattr(optimizer, "grad_scale", None) is not None:
+                raise
+            for group in optimizer.param_groups:
+                group["fused"] = False
+            return step(*args, **kwargs)
+
+    optimizer.step = MethodType(with_retry, optimizer)  # type: ignore[method-assign]
+
+
+def _is_refused_by_fused(error: Exception) -> bool:
+    return "fused" in str(error).lower()

@@ -1,33 +1,42 @@
-"""How long this rank itself took for each phase of a step: the time that passed, without that spent waiting for others.
+"""Measures this rank's own time in each phase of a step: wall time minus the time spent waiting for other ranks.
 
-When one rank is slow, all ranks need the same time for a step, because the others wait for it in the next collective.
-What tells it from them is its time before it comes there. So waits are measured while a step runs: those of Python
-pass through two functions of torch, which are exchanged for that long, and DDP's, in C++, begin when backward has
-nothing left to compute. On a GPU these are figures of the host, which goes ahead of its device.
+When one rank is slow, all ranks take the same time for a step, because the others wait for it in the next collective.
+Only the time before that collective identifies it. So waits are measured in sampled steps: waits in Python pass through
+two functions of torch, which are replaced during the step; DDP's, in C++, begin when backward has nothing left to
+compute. On a GPU these are times of the host, which runs ahead of its device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.autograd import Variable
+
+from rung.distributed.torch_private import call_after_backward, functional_collectives
+
+# Steps this quick are sampled: at most 32 of them lie between two heartbeats, so each heartbeat averages 8 samples.
+_QUICK_SECONDS = 0.008
+_QUICK_STRIDE = 4
 
 
 class PhaseClock:
-    """Use as a context manager around each step. With `waits` off, nobody is waited for and nothing is exchanged."""
+    """A context manager around each step. Without `waits`, this rank has no peers and no function is replaced.
+
+    Where steps are quick, one in four is measured, unless `every_step` is set.
+    """
 
     def __init__(self, *, waits: bool, functional_waits: bool) -> None:
-        self._waits = waits
-        self.waited_seconds = 0.0  # in the last step, for others
-        # Stretches of a step, if anyone wants them: a phase or "wait", its start and its end.
+        self.every_step = False
+        self._num_steps, self._started = 0, -math.inf
+        self.waited_seconds = 0.0  # for other ranks, in the last measured step
+        # If set, the intervals of a step are appended: a phase or "wait", its start and its end.
         self.log: list[tuple[str, float, float]] | None = None
         self._seconds: dict[str, float] = {}
         self._phase: str | None = None
@@ -35,54 +44,66 @@ class PhaseClock:
         self._since = 0.0
         self._waited = 0.0
         self._computed: float | None = None
-        self._threads: set[int] = set()  # whose waits are those of the step
-        self._is_waiting = False
-        # Where each function that waits is found. A backend made in Python has one of its own.
-        places: list[tuple[Any, str]] = [(dist.Work, "wait")]
-        places += [(kind, "wait") for kind in dist.Work.__subclasses__() if "wait" in vars(kind)]
-        places += [(functional, "wait_tensor")] if functional_waits else []
-        # Bound once: what is exchanged in each step is the same object.
-        originals = [(where, name, getattr(where, name)) for where, name in (places if waits else [])]
-        self._exchanged = [(where, name, found, self._timed(found)) for where, name, found in originals]
+        self._timed_waits = _TimedWaits(self._note_wait, functional=functional_waits) if waits else None
 
     def seconds(self) -> dict[str, float]:
-        """Of the last step, by phase."""
+        """Seconds of the last step by phase; only the wait for data if the step was not measured."""
         return dict(self._seconds)
 
     def enter(self, phase: str) -> None:
-        if not self._runs:  # a pipeline passes its phases in evaluation, too
+        if not self._runs:  # a pipeline also enters phases in evaluation
             return
         now = self._now()
         self._close(now)
         self._phase, self._since, self._waited = phase, now, 0.0
 
     def begin(self, data_seconds: float) -> PhaseClock:
-        self._seconds = {"data": data_seconds, "forward": 0.0, "backward": 0.0, "update": 0.0}
+        self._seconds = {"data": data_seconds}
+        if self._is_sampled():
+            self._seconds |= {"forward": 0.0, "backward": 0.0, "update": 0.0}
+        self._num_steps += 1
         self.waited_seconds = 0.0
         return self
 
+    def _is_sampled(self) -> bool:
+        """Decides by the time between starts of steps: on a GPU the host may finish a slow step at once."""
+        before, self._started = self._started, time.perf_counter()
+        is_quick = self._timed_waits is not None and self._started - before < _QUICK_SECONDS
+        return not is_quick or self.every_step or self.log is not None or self._num_steps % _QUICK_STRIDE == 0
+
     def __enter__(self) -> PhaseClock:
-        self._runs, self._phase, self._computed = True, None, None
-        self._threads.add(get_ident())
-        for where, name, _, replacement in self._exchanged:
-            setattr(where, name, replacement)
+        self._runs, self._phase, self._computed = "forward" in self._seconds, None, None
+        if self._runs and self._timed_waits is not None:
+            self._timed_waits.install()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for where, name, original, _ in self._exchanged:
-            setattr(where, name, original)
-        self._close(self._now() if error[:1] == (None,) else time.perf_counter())
+        if self._runs and self._timed_waits is not None:
+            self._timed_waits.remove()
+        if self._runs:
+            self._close(self._now() if error[:1] == (None,) else time.perf_counter())
         self._runs = False
 
     def follow_backward(self, loss: Tensor, *, reduces: bool) -> None:
-        """Before a backward. If DDP waits for all ranks at its end (`reduces`), follow it by `reduced`.
+        """Call before a backward. If DDP waits for all ranks at its end (`reduces`), call `reduced` after it.
 
-        The engine calls what was queued during backward at its end, in the order in which it was queued. Ours is queued
-        at the very beginning, DDP's, which waits, when the last gradient is there. On a GPU a thread of torch's runs
+        The engine runs callbacks queued during backward at its end, in the order of queueing. Ours is queued at the
+        very beginning; DDP's, which waits, when the last gradient is ready. On a GPU one of torch's threads runs
         backward, and so the waits of FSDP.
         """
-        if self._waits and loss.requires_grad and (reduces or loss.is_cuda):
-            loss.register_hook(self._queue_mark if reduces else self._note_thread)  # type: ignore[no-untyped-call]
+        waits = self._timed_waits
+        if not self._runs or waits is None or not loss.requires_grad or not (reduces or loss.is_cuda):
+            return
+
+        def mark() -> None:
+            self._computed = time.perf_counter()
+
+        def on_backward(gradient: Tensor) -> None:
+            waits.include_thread()
+            if reduces:
+                call_after_backward(mark)
+
+        loss.register_hook(on_backward)  # type: ignore[no-untyped-call]
 
     def reduced(self) -> None:
         if self._computed is not None:
@@ -91,7 +112,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait that nothing else here knows of."""
+        """Wraps a wait that is not one of the replaced functions."""
         started = time.perf_counter()
         try:
             yield
@@ -99,22 +120,13 @@ class PhaseClock:
             self._note_wait(started)
 
     def add(self, phase: str, seconds: float) -> None:
-        """What this rank computed for a phase in other threads, while the one of the step waited."""
-        self._seconds[phase] += seconds
-
-    def _note_thread(self, gradient: Tensor) -> None:
-        self._threads.add(get_ident())
-
-    def _queue_mark(self, gradient: Tensor) -> None:
-        self._note_thread(gradient)
-        Variable._execution_engine.queue_callback(self._mark)
-
-    def _mark(self) -> None:
-        self._computed = time.perf_counter()
+        """Add time that other threads of this rank computed for a phase, while the step's thread waited."""
+        if phase in self._seconds:
+            self._seconds[phase] += seconds
 
     def _now(self) -> float:
         if self.log is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()  # what is logged is what the device does
+            torch.cuda.synchronize()  # log times of the device, not of the host
         return time.perf_counter()
 
     def _close(self, now: float) -> None:
@@ -130,11 +142,41 @@ class PhaseClock:
         if self.log is not None:
             self.log.append(("wait", started, now))
 
+
+class _TimedWaits:
+    """While installed, torch's waits in Python report how long they took. Nothing in public measures them."""
+
+    def __init__(self, report: Callable[[float], None], *, functional: bool) -> None:
+        """`report` is called with the start of each wait when it ends."""
+        self._report = report
+        self._threads: set[int] = set()  # whose waits belong to the step
+        self._is_waiting = False
+        # Every `wait` to replace. A backend written in Python has a Work class of its own.
+        places: list[tuple[Any, str]] = [(dist.Work, "wait")]
+        places += [(kind, "wait") for kind in dist.Work.__subclasses__() if "wait" in vars(kind)]
+        places += [(functional_collectives, "wait_tensor")] if functional else []
+        # Created once: each measured step installs the same wrappers.
+        originals = [(where, name, getattr(where, name)) for where, name in places]
+        self._replaced = [(where, name, found, self._timed(found)) for where, name, found in originals]
+
+    def install(self) -> None:
+        self.include_thread()
+        for where, name, _, replacement in self._replaced:
+            setattr(where, name, replacement)
+
+    def remove(self) -> None:
+        for where, name, original, _ in self._replaced:
+            setattr(where, name, original)
+
+    def include_thread(self) -> None:
+        """Count the waits of the calling thread, too."""
+        self._threads.add(get_ident())
+
     def _timed(self, wait: Any) -> Any:
         clock = time.perf_counter
 
         def timed_wait(*args: Any, **kwargs: Any) -> Any:
-            # Neither a thread that saves in the background, nor a wait inside of another.
+            # Skip threads that save in the background, and a wait within another.
             if get_ident() not in self._threads or self._is_waiting:
                 return wait(*args, **kwargs)
             started, self._is_waiting = clock(), True
@@ -142,6 +184,6 @@ class PhaseClock:
                 return wait(*args, **kwargs)
             finally:
                 self._is_waiting = False
-                self._note_wait(started)
+                self._report(started)
 
         return timed_wait

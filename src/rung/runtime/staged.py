@@ -1,8 +1,8 @@
-"""What runtimes with stages share, however their stages talk to each other.
+"""Shared by strategies with stages, however their stages communicate.
 
-Every rank reads its share of the batch, whichever stage it has: shapes, shares and the loss's weights are then known to
-all, and nothing but activations and their gradients is sent between stages. Here is what each stage computes of a
-micro-batch, what several stages hold in common, and how the whole comes together again.
+Every rank reads its share of the batch, whichever stage it has: all ranks then have shapes, shares and the loss's
+weights, and only activations and their gradients are sent between stages. Here are the computations of each stage on a
+micro-batch, the parameters that several stages share, the global norm, and the gathering of all weights.
 """
 
 from __future__ import annotations
@@ -17,108 +17,123 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rung.data.batch_shard import MicroBatch
 from rung.parallel import own_stages
+from rung.parallel.gradients import global_norm, norms_by_name
 from rung.parallel.materialize import is_absent
-from rung.parallel.schedule import Chunk
-from rung.parallel.stages import crossing
+from rung.parallel.pipeline.partition import Stages, crossing
+from rung.parallel.pipeline.schedule import Chunk
+from rung.runtime.context import RuntimeContext
 from rung.runtime.forward import call_model
 from rung.runtime.measure import measure, weighted
-from rung.runtime.mesh import MeshRuntime
-from rung.windows import MicroBatch
+from rung.runtime.mesh import gradient_finalizers, loss_module
+from rung.runtime.passes import LossForward
+from rung.runtime.step import Passes, StepParts
+from rung.runtime.update import OptimizerUpdate, norm_over_ranks
+from rung.runtime.weights import gathered, share_buffers
 
 
-class StagedRuntime(MeshRuntime):
-    """Takes steps on one rank of a pipeline, which holds one stage or several."""
+class StagedModel:
+    """The stages of one rank: their computations, the norm over all stages, and the weights of all stages."""
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        world, spread = self.world, self.spread
-        assert spread.stages is not None
-        assert spread.rehearser is not None
-        self._cut, self._rehearse = spread.stages, spread.rehearser
-        self._trainable = [(name, p) for name, p in self._trainable if not is_absent(p)]
+    def __init__(self, context: RuntimeContext) -> None:
+        world, parallel = context.world, context.parallel
+        assert parallel.stages is not None
+        assert parallel.forward_tracer is not None
+        self._context, self._cut, self._trace_forward = context, parallel.stages, parallel.forward_tracer
+        self._loss = LossForward(context, loss_module(context))
         group = world.axis("pp").get_group() if world.mesh is not None else dist.group.WORLD
         assert group is not None
-        self._group: dist.ProcessGroup = group
-        self._ties = _Ties(self)
+        self.group: dist.ProcessGroup = group
+        self._ties = _Ties(context, parallel.stages, group)
 
-    # -- what a stage computes ----------------------------------------------------------------------------------
+    def parts(self, passes: Passes, *, step_optimizer: Callable[[], object] | None = None) -> StepParts:
+        return StepParts(
+            passes,
+            OptimizerUpdate(self._context, norm=self._norm, step_optimizer=step_optimizer),
+            float(self._context.world.layout.num_data_ranks),
+            self._named_weights,
+            [*gradient_finalizers(self._context), self._ties.sum_gradients],
+            counted_elsewhere=self._ties.counted_elsewhere,
+            gradient_squares=functools.partial(
+                norms_by_name, [(n, p) for n, p in self._context.trainable if not is_absent(p)]
+            ),
+        )
 
-    def _loss_bodies(
+    # -- computations of a stage --------------------------------------------------------------------------------
+
+    def training_chunks(
         self, micro_batches: list[MicroBatch], shares: list[float | Tensor], averaging: float, losses: list[Tensor]
-    ) -> list[Callable[[], Tensor]]:
-        """From each micro-batch to what backward starts from; the losses' shares are added to `losses`."""
+    ) -> dict[int, list[Chunk]]:
+        """The forward of each micro-batch, up to the scaled loss; the losses' shares are appended to `losses`."""
 
         def run(micro: MicroBatch, share: float | Tensor) -> Tensor:
-            loss = self._forward(micro, share)  # ends here on every stage but the last
+            loss = self._loss(micro, share)  # does not return on any stage but the last
             part = weighted(loss, share)
             losses.append(part.detach())
-            return self._scaled(part, averaging)
+            return self._context.scaled(part, averaging)
 
         pairs = zip(micro_batches, shares, strict=True)
-        return [functools.partial(run, micro, share) for micro, share in pairs]
+        return self._chunks(micro_batches, [functools.partial(run, micro, share) for micro, share in pairs])
 
-    def _measure_bodies(self, micro_batches: list[MicroBatch]) -> list[Callable[[], Any]]:
+    def evaluation_chunks(self, micro_batches: list[MicroBatch]) -> dict[int, list[Chunk]]:
+        context = self._context
+
         def run(micro: MicroBatch) -> Any:
-            with self._autocast():
-                output, target = call_model(self.task, self.model, micro.data)
-                return measure(self.task, output, target, micro, self.world.device)
+            with context.autocast():
+                output, target = call_model(context.task, context.model, micro.data)
+                return measure(context.task, output, target, micro, context.world, context.batch_gather)
 
-        return [functools.partial(run, micro) for micro in micro_batches]
+        bodies = [functools.partial(run, micro) for micro in micro_batches]
+        return self._chunks(micro_batches, bodies, training=False)
+
+    def sum_of(self, losses: list[Tensor]) -> Tensor:
+        """The sum; 0 on all stages but the last, which have no losses."""
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self._context.world.device)
 
     def _chunks(
-        self, micro_batches: list[MicroBatch], bodies: list[Callable[[], Any]], *, training: bool = True
+        self, micro_batches: list[MicroBatch], bodies: list[functools.partial[Any]], *, training: bool = True
     ) -> dict[int, list[Chunk]]:
-        """For each stage of this rank, what every micro-batch is to it."""
-        found: dict[int, list[Chunk]] = {stage: [] for stage in own_stages(self.world)}
+        """For each stage of this rank, its chunk of every micro-batch."""
+        found: dict[int, list[Chunk]] = {stage: [] for stage in own_stages(self._context.world)}
         for micro, body in zip(micro_batches, bodies, strict=True):
-            rehearsal = self._rehearse(micro.data, training=training)
-            cross = [*crossing(self._cut, rehearsal), []]
+            forward_trace = self._trace_forward(micro.data, training=training)
+            cross = [*crossing(self._cut, forward_trace), []]
             for stage, chunks in found.items():
-                around = functools.partial(self._micro_batch, micro)
-                chunks.append(Chunk(rehearsal, cross[stage], cross[stage + 1], body, around))
+                around = functools.partial(self._context.micro_batch, micro)
+                chunks.append(Chunk(forward_trace, cross[stage], cross[stage + 1], body, around))
         return found
 
-    # -- gradients ----------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        super()._settle()
-        self._ties.add_up()
+    # -- over all stages ----------------------------------------------------------------------------------------
 
     def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Over all stages; a parameter that several share counts once."""
-        own = super()._norm([p for p in parameters if id(p) not in self._ties.counted_elsewhere])
-        squared = own.to(device=self.world.device, dtype=torch.promote_types(own.dtype, torch.float32)).square()
-        dist.all_reduce(squared, group=self._group)
-        return squared.sqrt()
+        """The norm over all stages; a parameter that several share counts once."""
+        own = global_norm([p for p in parameters if id(p) not in self._ties.counted_elsewhere])
+        return norm_over_ranks(own, self._context.world, self.group)
 
-    # -- what is kept -------------------------------------------------------------------------------------------
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each tensor from the first stage that holds it, through the ranks of the first pipeline, to the main rank."""
-        self._share_buffers()
-        own = set(own_stages(self.world))
+        context, world, layout = self._context, self._context.world, self._context.world.layout
+        share_buffers(context)
+        own = set(own_stages(world))
         parts = {name: self._cut.stages_of_module(name) for name in dict.fromkeys(self._cut.calls)}
-        canonical = _canonical_names(self._rehearse.twin)
-        in_first = self.world.layout.data_rank(self.world.rank) == 0 and self.world.rank % self.world.layout.tp == 0
-        for name, value in self.model.state_dict().items():
+        canonical = _canonical_names(self._trace_forward.meta_model)
+        in_first = layout.data_rank(world.rank) == 0 and world.rank % layout.tp == 0  # in the main rank's pipeline
+        for name, value in context.model.state_dict().items():
             if not isinstance(value, Tensor):
                 continue
-            self._status.touch()
+            context.status.touch()
             home = self._home(canonical.get(name, name), parts)
-            # All ranks of that stage gather it; of these, the one in the main rank's pipeline sends it.
-            whole = self._whole(value).cpu() if home in own else torch.empty(0)
-            source = home % self.world.layout.pp
+            # All ranks of that stage gather it; the one in the main rank's pipeline sends it.
+            whole = gathered(value, world.device).cpu() if home in own else torch.empty(0)
+            source = home % layout.pp
             if in_first and source != 0:
                 if home in own:
-                    dist.send(whole.contiguous().reshape(-1).view(torch.uint8), group=self._group, group_dst=0)
-                elif self.world.is_main:
+                    dist.send(whole.contiguous().reshape(-1).view(torch.uint8), group=self.group, group_dst=0)
+                elif world.is_main:
                     whole = torch.empty(value.shape, dtype=value.dtype)
-                    dist.recv(whole.reshape(-1).view(torch.uint8), group=self._group, group_src=source)
-            yield name, whole if self.world.is_main else torch.empty(0)
-
-    def counted_elsewhere(self) -> set[int]:
-        return self._ties.counted_elsewhere
+                    dist.recv(whole.reshape(-1).view(torch.uint8), group=self.group, group_src=source)
+            yield name, whole if world.is_main else torch.empty(0)
 
     def _home(self, name: str, parts: dict[str, set[int]]) -> int:
         if name in self._cut.holders:
@@ -127,33 +142,32 @@ class StagedRuntime(MeshRuntime):
 
 
 class _Ties:
-    """Parameters that several stages use: each has a copy, and all get the sum of the copies' gradients."""
+    """Tied parameters of several stages: each stage has a copy, and all get the sum of the copies' gradients."""
 
-    def __init__(self, runtime: StagedRuntime) -> None:
-        world, cut = runtime.world, runtime._cut
-        layout = world.layout
-        trainable = dict(runtime._trainable)
+    def __init__(self, context: RuntimeContext, cut: Stages, pipeline: dist.ProcessGroup) -> None:
+        world, layout = context.world, context.world.layout
+        trainable = dict(context.trainable)
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self.counted_elsewhere: set[int] = set()
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for name, stages in cut.shared().items():
             ranks = tuple(sorted({stage % layout.pp for stage in stages}))
             if len(ranks) == 1:
-                continue  # one rank has both stages, and so one parameter
+                continue  # one rank has all these stages, and one parameter for them
             if ranks not in groups:
-                groups[ranks] = _group_of(ranks, runtime)
+                groups[ranks] = pipeline if len(ranks) == layout.pp else _group_of(ranks, context)
             parameter = trainable.get(name)
-            if parameter is None or world.stage not in ranks:
+            if parameter is None or world.role.stage not in ranks:
                 continue
             group = groups[ranks]
             assert group is not None
             self._shared.append((parameter, group))
-            if world.stage != stages[0] % layout.pp:
+            if world.role.stage != stages[0] % layout.pp:
                 self.counted_elsewhere.add(id(parameter))
 
-    def add_up(self) -> None:
+    def sum_gradients(self) -> None:
         for parameter, group in self._shared:
-            if parameter.grad is None:
+            if parameter.grad is None:  # every stage of the group must join the all-reduce
                 parameter.grad = torch.zeros_like(parameter)
             grad = parameter.grad
             local = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -161,23 +175,22 @@ class _Ties:
                 dist.all_reduce(local, group=group)
 
 
-def _group_of(stages: tuple[int, ...], runtime: StagedRuntime) -> dist.ProcessGroup | None:
-    """The ranks of this rank's pipeline that have these stages. All ranks make all such groups, in the same order."""
-    world, layout = runtime.world, runtime.world.layout
-    if len(stages) == layout.pp:
-        return runtime._group
+def _group_of(stages: tuple[int, ...], context: RuntimeContext) -> dist.ProcessGroup | None:
+    """The group of the ranks in this rank's pipeline that have these stages. `new_group` is a collective: all ranks
+    create the groups of all pipelines, in the same order."""
+    layout = context.world.layout
     found = None
     each = layout.num_ranks // layout.pp
     for offset in range(each):
         ranks = [stage * each + offset for stage in stages]
         group = dist.new_group(ranks)
-        if world.rank in ranks:
+        if context.world.rank in ranks:
             found = group
     return found
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a tensor, the one under which it is listed: tied tensors have several."""
+    """For every name of a tensor, the first one: tied tensors have several."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     every = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))

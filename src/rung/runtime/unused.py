@@ -1,4 +1,4 @@
-"""Trainable parameters that get no gradient: found, named, and refused or left alone as on one device."""
+"""Finds trainable parameters that get no gradient, and raises or treats them as on one device."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rung.distributed.torch_private import version
+from rung.distributed.world import World
 from rung.errors import ModelError
 from rung.parallel.sharding import name_gathered
-from rung.world import World
 
 
 class UnusedParameters:
-    """Looks at each step's gradients. `mode` is the setting: error or allow."""
+    """Checks each step's gradients. `mode` is the setting `unused_parameters`: error or allow."""
 
     def __init__(self, model: nn.Module, trainable: list[tuple[str, nn.Parameter]], world: World, mode: str) -> None:
         self._trainable, self._world, self._mode = trainable, world, mode
-        self._gathered_names = name_gathered(model) if self._looks_for_unused else {}
+        self._gathered_names = name_gathered(model) if self._tracks_use else {}
 
     @property
-    def _looks_for_unused(self) -> bool:
+    def _tracks_use(self) -> bool:
         layout = self._world.layout
         return self._mode == "allow" and layout.uses_fully_shard and layout.pp == 1
 
     def reachable(self, loss: Tensor) -> set[str]:
-        """Parameters the loss depends on. Looked up only where sharding would otherwise hide it (see below)."""
-        if not self._looks_for_unused:
+        """Parameters that the loss depends on. Walks the graph only where sharding would hide it: see `check`."""
+        if not self._tracks_use:
             return set()
         names = self._gathered_names
         seen, pending, found = set(), [loss.grad_fn], set()
@@ -41,13 +42,15 @@ class UnusedParameters:
         return found
 
     def check(self, used: set[str]) -> None:
-        if self._looks_for_unused:
-            # Ranks that did not use a parameter give zeros, so that all reduce alike. A parameter that no rank used
-            # must have no gradient at all, as on one device, where the optimizer then skips it.
+        if self._tracks_use:
+            # FSDP reduces zeros for ranks that did not use a parameter. One that no rank used must have no gradient at
+            # all, as on one device, where the optimizer then skips it.
             flags = torch.tensor([float(name in used) for name, _ in self._trainable], device=self._world.device)
             if self._world.size > 1:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            for (_, parameter), flag in zip(self._trainable, self._world.read(list(flags.unbind())), strict=True):
+            for (_, parameter), flag in zip(
+                self._trainable, self._world.tensors.read(list(flags.unbind())), strict=True
+            ):
                 if not flag:
                     parameter.grad = None
             return
@@ -60,21 +63,21 @@ class UnusedParameters:
             )
 
     def versions(self) -> list[int | None] | None:
-        """What tells whether the last micro-batch adds to a gradient; of use where DDP reduces in that one alone."""
+        """The gradients' versions before the last micro-batch, the only one in which DDP reduces; None elsewhere."""
         if not self._world.layout.uses_ddp or self._mode == "allow":
             return None
-        return [None if p.grad is None else p.grad._version for _, p in self._trainable]
+        return [None if p.grad is None else version(p.grad) for _, p in self._trainable]
 
     def check_last_micro_batch(self, before: list[int | None] | None) -> None:
         if before is None:
             return
         untouched = [
             name
-            for (name, p), version in zip(self._trainable, before, strict=True)
-            if version is not None and p.grad is not None and p.grad._version == version
+            for (name, p), earlier in zip(self._trainable, before, strict=True)
+            if earlier is not None and p.grad is not None and version(p.grad) == earlier
         ]
         if untouched:
             raise ModelError(
                 f"{', '.join(untouched[:8])} got a gradient in some micro-batches of this step but not in the last, in "
-                "which ranks reduce. Allow it with --set unused_parameters=allow."
+                "which DDP reduces gradients. Allow it with --set unused_parameters=allow."
             )

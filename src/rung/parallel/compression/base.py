@@ -1,4 +1,4 @@
-"""What the methods have in common: all gradients as one vector, an exchange that counts, and a state by parameter."""
+"""What the compression methods share: gradients as one vector, byte-counting collectives, and checkpointed state."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rung.distributed.collectives import gather_flat
+from rung.distributed.world import World
 from rung.errors import ModelError
 from rung.parallel.gradients import clip, global_norm
-from rung.world import World, gather_flat
 
 
 class Wire:
-    """The process group, and how many bytes this rank has sent to it.
+    """Collectives over the data group that count the bytes this rank sends.
 
-    Counted is the payload of the algorithms that gloo and NCCL use: a ring. What TCP adds is about a twentieth.
+    Bytes are the payload of ring algorithms, which gloo and NCCL use. TCP adds about 5 %.
     """
 
     def __init__(self, world: World) -> None:
         self.num_ranks = world.layout.num_data_ranks
         self.group = world.data_group if self.num_ranks > 1 else None
         self.num_bytes, self.num_messages = 0, 0
-        self.plain_bytes = 0  # that gradients would have taken as they are
+        self.plain_bytes = 0  # what uncompressed gradients would have taken
 
     def gather(self, message: Tensor) -> Tensor:
-        """The equally long messages of all ranks, as rows."""
+        """All-gather messages of equal length, one row per rank."""
         if self.group is None:
             return message.unsqueeze(0)
         self.num_bytes += (self.num_ranks - 1) * message.numel() * message.element_size()
@@ -40,18 +41,18 @@ class Wire:
             dist.all_reduce(values, op=op, group=self.group)
 
     def count_reduce(self, num_bytes: int) -> None:
-        """So many bytes are all-reduced by somebody else."""
+        """Count an all-reduce of `num_bytes` that other code performs."""
         self.num_bytes += ring_bytes(num_bytes, self.num_ranks)
         self.num_messages += 1
 
 
 def ring_bytes(num_bytes: int, num_ranks: int) -> int:
-    """What each rank sends when so many bytes are all-reduced."""
+    """The bytes that each rank sends in a ring all-reduce of `num_bytes`."""
     return 2 * (num_ranks - 1) * num_bytes // num_ranks
 
 
 class Slots:
-    """Where each trainable parameter lies in one vector of them all, in the order of their names in the module."""
+    """The layout of all trainable parameters in one vector, in the order of `named_parameters`."""
 
     def __init__(self, trainable: list[tuple[str, nn.Parameter]], device: torch.device) -> None:
         self.names = [name for name, _ in trainable]
@@ -60,43 +61,42 @@ class Slots:
         self.total = sum(self.sizes)
         self.device = device
         wide = any(parameter.dtype == torch.float64 for parameter in self.parameters)
-        self.dtype = torch.float64 if wide else torch.float32  # in which sums are kept
+        self.dtype = torch.float64 if wide else torch.float32  # of sums
         self.plain_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
 
     def zeros(self) -> Tensor:
         return torch.zeros(self.total, dtype=self.dtype, device=self.device)
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """The parts of the vector, each in the shape of its parameter."""
+        """Views of the vector in the shapes of the parameters."""
         parts = torch.split(vector, self.sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def gradients(self) -> Tensor:
-        """This rank's gradients as a new vector; zeros where there is none."""
+        """This rank's gradients as a new vector, 0 for a parameter without one."""
         vector = self.zeros()
         for name, parameter, view in zip(self.names, self.parameters, self.views(vector), strict=True):
             if parameter.grad is None:
                 continue
             if parameter.grad.is_sparse:
                 raise ModelError(
-                    f"the gradient of {name} is sparse, and --compress works on dense ones. Make it with sparse=False, "
-                    "or leave --compress out."
+                    f"the gradient of {name} is sparse, and --compress needs dense ones. Build its module with "
+                    "sparse=False, or leave --compress out."
                 )
             view.copy_(parameter.grad)
         return vector
 
-    def hand_out(self, vector: Tensor, used: list[bool] | None) -> None:
-        """The vector's parts as gradients; none for a parameter that no rank used."""
+    def set_gradients(self, vector: Tensor, used: list[bool] | None) -> None:
+        """Set the gradients from the vector; None for a parameter that no rank used."""
         for number, (parameter, view) in enumerate(zip(self.parameters, self.views(vector), strict=True)):
             parameter.grad = view.to(parameter.dtype) if used is None or used[number] else None
 
 
-class Exchange:
-    """Turns each rank's own gradients into something like their mean, the same on all ranks.
+class GradientExchange:
+    """Replaces each rank's gradients by an approximate mean, equal on all ranks.
 
-    A step is `reduce`, which talks to the others and leaves the present state as it is, `commit`, which makes the new
-    state the present one, and `apply`. Whatever fails in `reduce` thus leaves the state of the step before, which can
-    still be saved.
+    A step is `reduce`, which communicates but does not change the state, then `commit`, which installs the new state,
+    then `apply`. So if `reduce` fails, the state of the previous step is intact and can be saved.
     """
 
     def __init__(self, slots: Slots, world: World, *, max_norm: float | None, finds_unused: bool) -> None:
@@ -107,57 +107,59 @@ class Exchange:
 
     @property
     def clips(self) -> bool:
-        """Whether gradients are clipped here, by each rank before they are exchanged."""
+        """Whether each rank clips its gradients here, before the exchange."""
         return True
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """From each parameter's own gradient to the common one."""
+        """Replace this rank's gradients by the common ones."""
         self.wire.plain_bytes += ring_bytes(self.slots.plain_bytes, self.wire.num_ranks)
         used = self._used_by_any()
         if self.clips and self._max_norm is not None:
             self._clip(self._max_norm)
-        self.slots.hand_out(self._exchange(self.slots.gradients(), used), used)
+        self.slots.set_gradients(self._exchange(self.slots.gradients(), used), used)
 
     def _exchange(self, gradient: Tensor, used: list[bool] | None) -> Tensor:
-        """The common gradient. `used` tells which parameters got a gradient on some rank; None: all did."""
+        """The common gradient. `used` marks parameters with a gradient on some rank; None means all."""
         raise NotImplementedError
 
     def commit(self) -> None:
         self.num_steps += 1
 
     def apply(self, step: Callable[[], None]) -> None:
-        """Let the optimizer take the step."""
+        """Run the optimizer's step."""
         step()
 
     def _clip(self, max_norm: float) -> None:
-        """As Deep Gradient Compression does, before anything is added to what was left over.
+        """Clip as Deep Gradient Compression does, before the residual is added.
 
-        A rank's part of the mean is its gradient over n. Were the parts independent, their sum would be sqrt(n) times
-        as long as each, so each may be max_norm / sqrt(n) long.
+        A rank's part of the mean is its gradient / n. The sum of n independent parts has sqrt(n) times the norm of one,
+        so each part may have a norm of max_norm / sqrt(n).
         """
         allowed = max_norm * math.sqrt(self.wire.num_ranks)
         clip(self.slots.parameters, allowed, global_norm(self.slots.parameters))
 
     def _used_by_any(self) -> list[bool] | None:
-        """On one device a parameter without a gradient is left alone: here, one that no rank has a gradient for."""
+        """Which parameters have a gradient on some rank: the optimizer must skip the others, as on one device."""
         if not self._finds_unused:
             return None
         flags = torch.tensor([float(p.grad is not None) for p in self.slots.parameters], device=self.slots.device)
         self.wire.all_reduce(flags, dist.ReduceOp.MAX)
-        return [flag > 0 for flag in self.world.read(list(flags.unbind()))] if not self.world.pretend else None
+        if not self.world.tensors.has_values:
+            return None
+        return [flag > 0 for flag in self.world.tensors.read(list(flags.unbind()))]
 
     # -- state --------------------------------------------------------------------------------------------------
 
     def vectors(self) -> dict[str, Tensor]:
-        """What this rank keeps between steps, by what it is called in a checkpoint: vectors over all parameters."""
+        """This rank's state between steps, by its name in a checkpoint: vectors over all parameters."""
         return {}
 
     def extras(self) -> dict[str, Tensor]:
-        """What is kept besides, and is the same on all ranks."""
+        """Other state, equal on all ranks."""
         return {"steps": torch.tensor([self.num_steps])}
 
     def restore(self, extras: Mapping[str, Tensor]) -> None:
-        """After `vectors` were filled."""
+        """Restore `extras`, after the checkpoint has filled `vectors`."""
         if "steps" in extras:
             self.num_steps = int(extras["steps"])

@@ -1,4 +1,4 @@
-"""fp16 and bf16: torch's own hooks, which DDP calls for each bucket while backward goes on.
+"""fp16 and bf16: torch's hooks, which DDP calls for each bucket during backward.
 
 No `from __future__ import annotations` here: DDP compares a hook's annotations with the real types.
 """
@@ -17,10 +17,10 @@ _HOOKS: dict[str, Callable[..., Any]] = {"fp16": fp16_compress_hook, "bf16": bf1
 
 
 def halve_gradients(ddp: DistributedDataParallel, kind: str, wire: Wire) -> None:
-    """Let DDP all-reduce its buckets in a type of 16 bits."""
+    """Make DDP all-reduce its buckets in fp16 or bf16."""
     reduce_in_half = _HOOKS[kind]
 
-    # A name of its own: DDP knows torch's bf16 hook by its name, and would refuse it without NCCL.
+    # DDP recognizes torch's bf16 hook by its function name and refuses it without NCCL, hence this wrapper.
     def halve(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         wire.plain_bytes += ring_bytes(buffer.numel() * buffer.element_size(), wire.num_ranks)

@@ -1,7 +1,7 @@
-"""Bits, trits and sorted positions in as few bytes as they need. Shapes follow from counts alone, never from values.
+"""Pack bits, trits and sorted positions into bytes. Shapes depend on counts only, never on values.
 
-Fixed shapes keep messages of all ranks equally long, so that one collective carries them without telling lengths first,
-spare a GPU a wait for its host, and let a pretended step pass through here.
+So the messages of all ranks have equal length and need one collective without an exchange of lengths, a GPU needs no
+host synchronisation, and the code runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def num_bit_bytes(count: int) -> int:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Booleans, eight to a byte."""
+    """Pack booleans, eight to a byte."""
     padded = bits.new_zeros(8 * num_bit_bytes(bits.numel()), dtype=torch.uint8)
     padded[: bits.numel()] = bits
     return _combine(padded.view(-1, 8), 2)
@@ -37,21 +37,21 @@ def num_trit_bytes(count: int) -> int:
 
 
 def pack_trits(trits: Tensor) -> Tensor:
-    """Values of -1, 0 and 1, five to a byte: 1.6 bits each, where 1.585 are possible."""
+    """Pack values of -1, 0 and 1, five to a byte: 1.6 bits each; the minimum is 1.585."""
     padded = trits.new_ones(TRITS_PER_BYTE * num_trit_bytes(trits.numel()), dtype=torch.uint8)
     padded[: trits.numel()] = trits + 1
     return _combine(padded.view(-1, TRITS_PER_BYTE), 3)
 
 
 def unpack_trits(packed: Tensor, count: int) -> Tensor:
-    """As int8."""
+    """The trits as int8."""
     places = torch.tensor([3**place for place in range(TRITS_PER_BYTE)], dtype=torch.uint8, device=packed.device)
     trits = (packed.unsqueeze(1) // places).remainder_(3)
     return trits.view(-1)[:count].to(torch.int8) - 1
 
 
 def _combine(digits: Tensor, base: int) -> Tensor:
-    """Rows of digits, the lowest first, as one byte each."""
+    """Combine each row of digits, lowest first, into one byte."""
     packed = digits[:, 0].clone()
     for place in range(1, digits.shape[1]):
         packed += digits[:, place] * base**place
@@ -60,12 +60,12 @@ def _combine(digits: Tensor, base: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Positions:
-    """How `count` increasing numbers below `size` are packed.
+    """The packed format of `count` increasing numbers below `size`.
 
-    Elias-Fano: the lower bits of each as they are; the upper parts as one row of bits, in which the i-th 1 stands at
+    Elias-Fano: the lower bits of each number verbatim, and the upper parts as one bit vector, in which the i-th 1 is at
     the i-th upper part plus i. That takes 2 + log2(size / count) bits a number, half a bit more than the entropy of a
-    random choice. If more are chosen than about one in four, a bit for every number below `size` is shorter, and if
-    all are, nothing need be said.
+    random choice. If more than about one in four are chosen, one bit for every number below `size` is shorter, and if
+    all are, nothing is sent.
     """
 
     size: int
@@ -95,7 +95,7 @@ class Positions:
         return self.count + ((self.size - 1) >> lower)
 
     def pack(self, numbers: Tensor) -> Tensor:
-        """Of increasing numbers (int64)."""
+        """Pack increasing numbers (int64)."""
         if self.is_everything:
             return torch.empty(0, dtype=torch.uint8, device=numbers.device)
         lower = self.num_lower
@@ -124,5 +124,5 @@ class Positions:
 
 
 def _places(marks: Tensor, count: int) -> Tensor:
-    """Where the `count` marks are."""
+    """The positions of the `count` marks."""
     return torch.nonzero_static(marks, size=count).view(-1)

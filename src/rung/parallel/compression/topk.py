@@ -1,11 +1,11 @@
-"""Top-k: the largest values of the whole gradient are sent, the rest is kept and added to later ones.
+"""Top-k: sends the largest values of the whole gradient and adds the rest to later gradients.
 
-As Deep Gradient Compression (arXiv 1712.01887) defines it: momentum is taken before gradients are exchanged, so that
-what waits for long is worth what it would have been (momentum correction); the momentum of a sent value begins anew
-(factor masking); each rank clips its own gradient; and the part that is sent shrinks to its final size over the first
-steps. Two things differ. The values are chosen among all parameters together, not of each by itself: at the same number
-of bytes that is closer to uncompressed training, because layers differ in how much of their gradient is in few values.
-And a gradient counts with the learning rate of its own step, not with that of the step in which it is sent.
+As in Deep Gradient Compression (arXiv 1712.01887): momentum is applied before the exchange, so that a delayed value has
+its full effect (momentum correction); the momentum of a sent value restarts at 0 (factor masking); each rank clips its
+own gradient; and the ratio that is sent shrinks to its final value over the first steps. Two things differ. The values
+are chosen among all parameters together, not per tensor: at equal bytes this is closer to uncompressed training,
+because layers differ in how much of their gradient is in few values. And a gradient is scaled by the learning rate of
+its own step, not by that of the step that sends it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rung.distributed.world import World
 from rung.parallel.compression.base import Slots
 from rung.parallel.compression.feedback import ErrorFeedback
 from rung.parallel.compression.packing import Positions, num_bit_bytes, pack_bits, unpack_bits
-from rung.world import World
 
-_STAGE = 4  # by which the part that is sent shrinks at a time: 1/4, 1/16, 1/64, ...
-_SAMPLED = 67  # one value in so many tells about where the threshold is; a prime, so that rows are not met in step
+_STAGE = 4  # factor by which the ratio shrinks at a time: 1/4, 1/16, 1/64, ...
+_SAMPLED = 67  # every 67th value estimates the threshold; a prime, so that the stride does not align with rows
 
 
 @dataclass(frozen=True)
-class Form:
-    """How the chosen values travel: positions, then values."""
+class SparseFormat:
+    """The message format of the chosen values: positions, then values."""
 
     size: int
     count: int
@@ -43,20 +43,20 @@ class Form:
         return Positions(self.size, self.count)
 
     def pack(self, index: Tensor, values: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
-        """The message, and the values as those who read it will see them. `owners` are the values' tensors."""
+        """The message, and the values as a receiver decodes them. `owners` are the tensors that the values are in."""
         if self.values == "sign":
             scales = _means_by(owners, values.abs(), self.num_tensors)
             signs = values >= 0
             packed = torch.cat([pack_bits(signs), _as_bytes(scales)])
-            seen = self._signed(signs, scales, owners, values.dtype)
+            decoded = self._signed(signs, scales, owners, values.dtype)
         else:
             narrow = values.to(torch.bfloat16 if self.values == "half" else self.dtype)
-            packed, seen = _as_bytes(narrow), narrow.to(values.dtype)
-        return torch.cat([self.positions.pack(index), packed]), seen
+            packed, decoded = _as_bytes(narrow), narrow.to(values.dtype)
+        return torch.cat([self.positions.pack(index), packed]), decoded
 
     def unpack(self, message: Tensor, owner_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        cut = self.positions.num_bytes
-        index, rest = self.positions.unpack(message[:cut]), message[cut:]
+        split = self.positions.num_bytes
+        index, rest = self.positions.unpack(message[:split]), message[split:]
         if self.values == "sign":
             signs = unpack_bits(rest[: num_bit_bytes(self.count)], self.count)
             scales = _from_bytes(rest[num_bit_bytes(self.count) :], torch.float32)
@@ -70,7 +70,7 @@ class Form:
 
 
 class TopK(ErrorFeedback):
-    """`ratio` of all values, after `warm_up` steps in which it shrinks from a quarter."""
+    """Sends `ratio` of all values; during the first `warm_up` steps the ratio shrinks from 1/4."""
 
     def __init__(
         self,
@@ -91,39 +91,39 @@ class TopK(ErrorFeedback):
         return warm_ratio(self.num_steps, self._ratio, self._warm_up)
 
     def _exchange(self, gradient: Tensor, used: list[bool] | None) -> Tensor:
-        left, velocity = self._accumulated(gradient, used)
-        offered = left
+        residual, velocity = self._accumulated(gradient, used)
+        candidates = residual
         if used is not None and not all(used):
-            offered = left.clone()
-            for view, flag in zip(self.slots.views(offered), used, strict=True):
+            candidates = residual.clone()
+            for view, flag in zip(self.slots.views(candidates), used, strict=True):
                 view.mul_(float(flag))
         ratio = self.ratio_now()
         form = self._form(max(1, math.ceil(ratio * self.slots.total)))
-        index = largest(offered, form.count)
-        message, seen = form.pack(index, offered[index], self._owner_of(index))
+        index = largest(candidates, form.count)
+        message, decoded = form.pack(index, candidates[index], self._owner_of(index))
         common = self.slots.zeros()
         for row in self.wire.gather(message).unbind():
             places, values = form.unpack(row, self._owner_of)
             common[places] += values
-        left[index] -= seen
-        if velocity is not None and form.count < self.slots.total:  # where all is sent, no momentum is late
-            velocity[index] = torch.where(seen == 0, velocity[index], 0.0)
-        self._next = (left, velocity)
+        residual[index] -= decoded
+        if velocity is not None and form.count < self.slots.total:  # if all values are sent, no momentum is stale
+            velocity[index] = torch.where(decoded == 0, velocity[index], 0.0)
+        self._next = (residual, velocity)
         return common.div_(self.wire.num_ranks)
 
     def _owner_of(self, index: Tensor) -> Tensor:
-        """The number of the tensor that each place is in."""
+        """The index of the tensor that contains each position."""
         return torch.bucketize(index, self._ends, right=True)
 
-    def _form(self, count: int) -> Form:
+    def _form(self, count: int) -> SparseFormat:
         values = self._values
-        if values == "auto":  # where all is sent, nothing is left out: not of the values either
+        if values == "auto":  # a message with all values should be exact
             values = "full" if count == self.slots.total else "half"
-        return Form(self.slots.total, count, values, len(self.slots.sizes), self.slots.dtype)
+        return SparseFormat(self.slots.total, count, values, len(self.slots.sizes), self.slots.dtype)
 
 
 def warm_ratio(step: int, ratio: float, warm_up: int) -> float:
-    """The part to be sent in a step counted from 0: a quarter, a sixteenth, ... in stages of equal length."""
+    """The ratio to send in a step, counted from 0: 1/4, 1/16, ... in stages of equal length, then `ratio`."""
     if step >= warm_up or ratio >= 1 / _STAGE:
         return ratio
     num_stages = math.ceil(round(math.log(1 / ratio, _STAGE), 9)) - 1
@@ -132,10 +132,10 @@ def warm_ratio(step: int, ratio: float, warm_up: int) -> float:
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """The places of the `count` values of largest magnitude, in increasing order.
+    """The positions of the `count` values of largest magnitude, in increasing order.
 
-    On the CPU a sample tells which values can be among them at all, and only these are compared; a GPU would have to
-    wait for its host for that, and is quick without.
+    On the CPU a sample gives a threshold, and only values above it are compared. On a GPU this would need a host
+    synchronisation, and topk is fast without it.
     """
     if count == values.numel():
         return torch.arange(count, device=values.device)
@@ -165,4 +165,4 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 
 def _from_bytes(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    return packed.clone().view(dtype)  # a slice of bytes need not begin where the type may
+    return packed.clone().view(dtype)  # a slice of bytes may not be aligned for the dtype

@@ -1,1 +1,0 @@
-"""`rung bench`: measures what training stands on. `collectives` is the first of them."""

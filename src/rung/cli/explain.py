@@ -1,0 +1,44 @@
+"""The flags of `rung explain`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rung.spec.flags import add_settings, assignments_of
+
+# Settings that change the placement of parameters, the messages and their order.
+_FLAGS = {
+    "where": ("strategy", "nproc", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
+    "how much": ("batch_size", "micro_batch"),
+    "how": ("precision", "clip", "activation_checkpointing", "compress"),
+}
+
+
+def add(commands: Any) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="show what a strategy will do with a task",
+        description="Show the placement of each parameter, the messages of a step, and the schedule of a pipeline, "
+        "from a dry run of the real training code. No process is started, so --nproc may be any number.",
+    )
+    explain.add_argument("task", help="a task file, or a directory with a task.py")
+    add_settings(explain, _FLAGS, nproc="processes of the job; default: the product of the strategy's sizes")
+    result = explain.add_argument_group("output")
+    result.add_argument("--out", dest="svg", metavar="FILE.svg", help="also draw it")
+    result.add_argument("--json", action="store_true", help="the explanation as JSON on standard output")
+    explain.set_defaults(call=_run, for_main=True)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rung.planner.explain.command import explain_command
+
+    flags = {name: getattr(options, name) for names in _FLAGS.values() for name in names}
+    return explain_command(
+        options.task,
+        config_file=options.config,
+        flags=flags,
+        assignments=assignments_of(options.set),
+        out=options.svg,
+        as_json=options.json,
+    )

@@ -1,0 +1,39 @@
+"""The flags of `rung export`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a run's weights for use without Rung",
+        description="Write the weights of a run under the module's own names: they load with strict=True into the "
+        "bare module, whatever strategy trained them. Uses the newest whole checkpoint, or the end of the run.",
+    )
+    export.add_argument("run", metavar="RUN", help="a run directory, its folder of checkpoints, or one checkpoint")
+    export.add_argument("--output", metavar="FILE", required=True, help="FILE.safetensors, FILE.pt or FILE.pth")
+    export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+    export.add_argument("--best", action="store_true", help="the best evaluation's checkpoint (--set keep_best=METRIC)")
+    export.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="above it, write several .safetensors files and an index as Hugging Face does (default 5GB)",
+    )
+    export.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    export.set_defaults(call=_run, for_main=True)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rung.cli.checkpoints_view import export_command
+
+    return export_command(
+        options.run,
+        output=options.output,
+        step=options.step,
+        best=options.best,
+        max_shard_size=options.max_shard_size,
+        force=options.force,
+    )

@@ -1,0 +1,108 @@
+"""The partition of a step's global batch into micro-batches and ranks.
+
+The global batch is split first into micro-batches, then each micro-batch into one contiguous range for each rank. So a
+micro-batch holds the same samples for any number of ranks. Ranges may be ragged or empty; a rank with an empty range
+gets a stand-in sample of weight 0, because it must still take part in the collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rung.data.pytree import map_tensors
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """This rank's range of one micro-batch."""
+
+    data: Any
+    num_samples: int  # of this rank; 0 means that `data` is a stand-in
+    num_global_samples: int
+
+    def pin_memory(self) -> MicroBatch:
+        """Called by torch's loader, which by itself pins tensors in lists and dicts but not in dataclasses."""
+        return replace(self, data=map_tensors(self.data, _pinned))
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """This rank's share of one global batch."""
+
+    step: int
+    epoch: int
+    micro_batches: list[MicroBatch]
+    ends_epoch: bool
+    wait_seconds: float = 0.0
+
+    @property
+    def num_global_samples(self) -> int:
+        return sum(micro.num_global_samples for micro in self.micro_batches)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this rank."""
+        return sum(micro.num_samples for micro in self.micro_batches)
+
+
+@dataclass(frozen=True)
+class BatchPartition:
+    """The partition of a global batch: by micro-batch, then by rank."""
+
+    batch_size: int
+    num_ranks: int
+    rank: int
+    micro_batch: int | None = None
+
+    @property
+    def global_micro_batch(self) -> int:
+        if self.micro_batch is None:
+            return self.batch_size
+        return min(self.batch_size, self.micro_batch * self.num_ranks)
+
+    @property
+    def num_micro_batches(self) -> int:
+        return -(-self.batch_size // self.global_micro_batch)
+
+    def piece(self, num_samples: int) -> tuple[int, int]:
+        """Start and stop of this rank's range within a micro-batch of `num_samples`."""
+        return num_samples * self.rank // self.num_ranks, num_samples * (self.rank + 1) // self.num_ranks
+
+    def micro_sizes(self, num_samples: int) -> list[int]:
+        """The sizes of the micro-batches of a window of `num_samples` (the last window of an epoch is short)."""
+        size = self.global_micro_batch
+        return [min(size, num_samples - start) for start in range(0, num_samples, size)]
+
+
+@dataclass(frozen=True)
+class SampleRange:
+    """A request to a loader process: positions of one epoch. `real` is 0 for a stand-in."""
+
+    epoch: int
+    start: int
+    stop: int
+    real: int
+    num_global: int
+
+
+def ranges_of(step: int, cut: BatchPartition, per_epoch: int, num_samples: int) -> Iterator[SampleRange]:
+    """This rank's ranges of a step; steps count from 0."""
+    epoch, within = divmod(step, per_epoch)
+    base = within * cut.batch_size
+    for size in cut.micro_sizes(min(cut.batch_size, num_samples - base)):
+        start, stop = cut.piece(size)
+        if start < stop:
+            yield SampleRange(epoch, base + start, base + stop, stop - start, size)
+        else:
+            yield SampleRange(epoch, base, base + 1, 0, size)
+        base += size
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Pin a tensor, unless it is on a GPU already, or sparse, which cannot be pinned."""
+    can_be = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.pin_memory() if can_be else tensor

@@ -1,0 +1,232 @@
+"""The windows of a data set, one after the other, as a rank takes them. Knows nothing of models and strategies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from rung.data.batch_shard import BatchPartition, LocalBatch, MicroBatch, SampleRange, ranges_of
+from rung.data.permutation import Permutation, mix
+from rung.data.sample_reader import SampleReader, StreamReader, check_stream
+from rung.errors import DataError
+from rung.system.processes import die_with_parent, leave_requests_to_parent, name_process, own_temporary_folder
+
+
+class Batches:
+    """Windows of a data set, from step `start_step` on, for one rank.
+
+    Iterating gives `LocalBatch`es over as many epochs as `num_steps` and `num_epochs` allow. A map-style data set is
+    read in shuffled order and each epoch holds every sample once; the last batch of an epoch is short. An iterable one
+    is read in its own order.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        cut: BatchPartition,
+        *,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+        start_step: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        reads: bool = True,
+    ) -> None:
+        """Without `reads` there are the windows but not their data, unless only reading tells how many there are."""
+        if isinstance(dataset, DataLoader):
+            raise DataError(
+                "train_data() and eval_data() return a data set, and this is a DataLoader: Rung makes the batches, and "
+                "would make batches of its batches. Return its data set; the batch size is --batch-size, a collate_fn "
+                "the task's collate(samples), num_workers the setting workers."
+            )
+        self.cut = cut
+        self._reads = reads
+        self._reader: SampleReader | None = None
+        self.is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        self._dataset = dataset
+        self._seed = seed
+        self._collate = collate or default_collate
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._start_step = start_step
+        self._num_epochs = num_epochs
+        self._num_steps = num_steps
+        if self.is_stream:
+            check_stream(dataset, shuffle, num_workers, cut.num_ranks)
+            self.num_samples: int | None = None
+            return
+        if not isinstance(dataset, Sized):
+            raise DataError(
+                f"the data set {type(dataset).__name__} has __getitem__ but no __len__; its length is needed to cut it."
+            )
+        self.num_samples = len(dataset)
+        if self.num_samples == 0:
+            raise DataError(f"the data set {type(dataset).__name__} is empty.")
+        self._order = Permutation(self.num_samples, seed, shuffle=shuffle is not False)
+
+    @property
+    def dataset(self) -> Any:
+        return self._dataset
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return None if self.num_samples is None else -(-self.num_samples // self.cut.batch_size)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps from the first to the last, if that can be known."""
+        per_epoch = self.steps_per_epoch
+        limits = [self._num_steps] if self._num_steps is not None else []
+        if per_epoch is not None and self._num_epochs is not None:
+            limits.append(per_epoch * self._num_epochs)
+        return min(limits) if limits else None
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        return self._stream_windows() if self.is_stream else self._map_windows()
+
+    def window(self, step: int) -> LocalBatch:
+        """One window by the number of its step."""
+        per_epoch = self.steps_per_epoch
+        if per_epoch is None:
+            raise DataError(
+                f"the data set {type(self._dataset).__name__} is iterable, and its samples can be had only one after "
+                "the other; here windows are asked for by number. Give it __len__ and __getitem__, or use ps."
+            )
+        if self._reader is None:
+            self._reader = SampleReader(self._dataset, self._order, self._collate, self._seed)
+        started = time.perf_counter()
+        pieces = ranges_of(step - 1, self.cut, per_epoch, self.num_samples or 0)
+        micro_batches = [self._reader[piece] for piece in pieces]
+        epoch, within = divmod(step - 1, per_epoch)
+        return LocalBatch(step, epoch, micro_batches, within == per_epoch - 1, time.perf_counter() - started)
+
+    def _loader(self, dataset: Any, sampler: Iterable[Any] | None) -> Iterator[Any]:
+        methods = multiprocessing.get_all_start_methods()
+        generator = torch.Generator()
+        generator.manual_seed(mix(self._seed, self.cut.rank))
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            collate_fn=_as_is,
+            num_workers=self._num_workers,
+            worker_init_fn=_start_worker,
+            pin_memory=self._pin_memory,
+            generator=generator,
+            multiprocessing_context="fork" if self._num_workers and "fork" in methods else None,
+        )
+        folder = own_temporary_folder() if self._num_workers else None
+        return iter(loader) if folder is None else _with_temporary_files_in(folder, iter(loader))
+
+    def _map_windows(self) -> Iterator[LocalBatch]:
+        total, per_epoch = self.total_steps, self.steps_per_epoch
+        assert per_epoch is not None
+        assert self.num_samples is not None
+        pieces = _PieceStream(self, total)
+        if self._reads:
+            loader = self._loader(SampleReader(self._dataset, self._order, self._collate, self._seed), pieces)
+        else:
+            loader = (MicroBatch(None, 0, piece.num_global) for piece in pieces)
+        step = self._start_step
+        while total is None or step < total:
+            epoch, within = divmod(step, per_epoch)
+            window_samples = min(self.cut.batch_size, self.num_samples - within * self.cut.batch_size)
+            started = time.perf_counter()
+            micro_batches = [next(loader) for _ in self.cut.micro_sizes(window_samples)]
+            waited = time.perf_counter() - started
+            step += 1
+            yield LocalBatch(step, epoch, micro_batches, ends_epoch=within == per_epoch - 1, wait_seconds=waited)
+
+    def _stream_windows(self) -> Iterator[LocalBatch]:
+        step, epoch = 0, 0
+        per_window = self.cut.num_micro_batches
+        while self._num_epochs is None or epoch < self._num_epochs:
+            loader = self._loader(StreamReader(self._dataset, self.cut, self._collate, self._seed, epoch), None)
+            pending: list[MicroBatch] = []
+            started = time.perf_counter()
+            following = next(loader, None)
+            waited = time.perf_counter() - started
+            if following is None:
+                raise DataError(f"the data set {type(self._dataset).__name__} gave no sample in epoch {epoch}.")
+            while following is not None:
+                pending.append(following)
+                started = time.perf_counter()
+                following = next(loader, None)
+                waited += time.perf_counter() - started
+                if len(pending) == per_window or following is None:
+                    step += 1
+                    if step > self._start_step:
+                        yield LocalBatch(step, epoch, pending, ends_epoch=following is None, wait_seconds=waited)
+                    pending, waited = [], 0.0
+                    if self._num_steps is not None and step >= self._num_steps:
+                        return
+            epoch += 1
+
+
+class _PieceStream:
+    """The pieces of all steps in order; the loader's sampler. It holds no list."""
+
+    def __init__(self, batches: Batches, total_steps: int | None) -> None:
+        self._batches = batches
+        self._total_steps = total_steps
+
+    def __iter__(self) -> Iterator[SampleRange]:
+        batches, cut = self._batches, self._batches.cut
+        per_epoch, num_samples = batches.steps_per_epoch, batches.num_samples
+        assert per_epoch is not None
+        assert num_samples is not None
+        step = batches._start_step
+        while self._total_steps is None or step < self._total_steps:
+            yield from ranges_of(step, cut, per_epoch, num_samples)
+            step += 1
+
+
+def _with_temporary_files_in(folder: str, loader: Iterator[Any]) -> Iterator[Any]:
+    """The batches of a loader, whose temporary files lie in a folder that goes with the launcher.
+
+    When a worker breaks off, torch's loader opens ten files to find out whether there are too many. A rank that is
+    killed then would leave them. The data set's own files are not affected: its code runs in the workers.
+    """
+    while True:
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            item = next(loader)
+        except StopIteration:
+            return
+        finally:
+            tempfile.tempdir = before
+        yield item
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+def _start_worker(worker_id: int) -> None:
+    die_with_parent()
+    leave_requests_to_parent()
+    name_process(f"data worker {worker_id}")  # how it is named in the report of a hang
+    sys.excepthook = _hide_broken_transfer
+
+
+def _hide_broken_transfer(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception, unless the rank broke off while multiprocessing passed it a tensor.
+
+    The thread that passes tensors prints a traceback then. It stands before the report of the failure that made the
+    rank break off (another worker was killed, say) and looks like a cause of its own.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread or not isinstance(error, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)

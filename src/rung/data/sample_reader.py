@@ -1,0 +1,154 @@
+"""Reads samples and collates them into micro-batches, in the loader's processes.
+
+Random numbers drawn while a sample is read depend only on (seed, epoch, position), so augmentation is the same for any
+number of ranks and loader processes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from rung.data.batch_shard import BatchPartition, MicroBatch, SampleRange
+from rung.data.permutation import Permutation, mix
+from rung.data.rng import GeneratorMarks, restore_generators, save_generators, seed_generators
+from rung.errors import DataError
+
+
+def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None, count: int = 2) -> Any:
+    """A batch of the first samples, to inspect its structure. Restores the random generators."""
+    saved = save_generators()
+    try:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            samples = list(itertools.islice(iter(dataset), count))
+        else:
+            samples = [dataset[index] for index in range(min(count, len(dataset)))]
+    finally:
+        restore_generators(saved)
+    if not samples:
+        raise DataError(f"the data set {type(dataset).__name__} is empty.")
+    return (collate or default_collate)(samples)
+
+
+class SampleReader:
+    """Reads and collates the samples of a range, each with its own random seed."""
+
+    def __init__(self, dataset: Any, order: Permutation, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self._dataset = dataset
+        self._order = order
+        self._collate = collate
+        self._seed = seed
+        self._draws_random_numbers = False
+
+    def __len__(self) -> int:
+        return self._order.num_samples
+
+    def __getitem__(self, piece: SampleRange) -> MicroBatch:
+        samples = self._order.samples(piece.epoch, piece.start, piece.stop)
+        data = self._read(piece, samples)
+        return MicroBatch(data, piece.real, piece.num_global)
+
+    def _read(self, piece: SampleRange, samples: list[int]) -> Any:
+        # Seeding three generators for each sample costs more than reading a small one. Most data sets draw no random
+        # numbers: read without seeding, and only if a generator moved, read again with seeds.
+        if not self._draws_random_numbers:
+            before = GeneratorMarks()
+            many = getattr(self._dataset, "__getitems__", None)  # torch's protocol for batched reads
+            data = self._collate(many(samples) if many else [self._dataset[index] for index in samples])
+            if before.hold():
+                return data
+            self._draws_random_numbers = True
+            before.restore()
+        saved = save_generators()
+        try:
+            items = []
+            for position, index in zip(range(piece.start, piece.stop), samples, strict=True):
+                seed_generators(mix(self._seed, piece.epoch, position))
+                items.append(self._dataset[index])
+            return self._collate(items)
+        finally:
+            restore_generators(saved)
+
+
+class StreamReader(IterableDataset[MicroBatch]):
+    """This rank's samples of an iterable data set.
+
+    Every rank and every loader process reads the whole stream with the same random numbers and keeps its own positions:
+    the only partition that needs no cooperation of the data set and does not depend on the number of processes.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any], cut: BatchPartition, collate: Callable[[list[Any]], Any], seed: int, epoch: int
+    ) -> None:
+        self._dataset = dataset
+        self._cut = cut
+        self._collate = collate
+        self._seed = mix(seed, epoch)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        worker = torch.utils.data.get_worker_info()
+        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self._epoch)
+        # The data set draws from generators of its own (`inside`), swapped in while it runs.
+        outside = save_generators()
+        seed_generators(self._seed)
+        samples = iter(self._dataset)
+        inside, index = save_generators(), 0
+        restore_generators(outside)
+        position_in_window = 0
+        while True:
+            size = min(self._cut.global_micro_batch, self._cut.batch_size - position_in_window)
+            outside = save_generators()
+            restore_generators(inside)
+            taken = [sample for _, sample in zip(range(size), samples, strict=False)]
+            inside = save_generators()
+            restore_generators(outside)
+            if not taken:
+                return
+            if index % count == number:
+                start, stop = self._cut.piece(len(taken))
+                own = taken[start:stop] or taken[:1]  # a stand-in for an empty range
+                yield MicroBatch(self._collate(own), stop - start, len(taken))
+            index += 1
+            position_in_window = (position_in_window + len(taken)) % self._cut.batch_size
+            if len(taken) < size:
+                return
+
+
+def check_stream(dataset: Any, shuffle: bool | None, num_workers: int, num_ranks: int) -> None:
+    kind = type(dataset).__name__
+    if shuffle:
+        raise DataError(
+            f"the data set {kind} is iterable and has only its own order. "
+            "Leave shuffle out, or define __len__ and __getitem__."
+        )
+    names = _names_used(type(dataset).__iter__) if hasattr(type(dataset), "__iter__") else set()
+    if num_workers > 1 and "get_worker_info" in names:
+        raise DataError(
+            f"the data set {kind} splits itself among loader processes (it calls get_worker_info), and Rung would "
+            "split it again. Use workers=1 or workers=0, or remove the split from its __iter__."
+        )
+    splitting = sorted(names & {"get_rank", "get_world_size"})
+    if num_ranks > 1 and splitting:
+        raise DataError(
+            f"the data set {kind} splits itself among ranks (it calls {', '.join(splitting)}), "
+            "and Rung would split it again. Let its __iter__ yield every sample."
+        )
+
+
+def _names_used(function: Any) -> set[str]:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names: set[str] = set()
+    pending = [code] if code is not None else []
+    while pending:
+        current = pending.pop()
+        names |= set(current.co_names)
+        pending += [constant for constant in current.co_consts if inspect.iscode(constant)]
+    return names

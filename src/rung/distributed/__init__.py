@@ -1,0 +1,1 @@
+"""Ranks, process groups, stores and RPC between processes, real or fake. Independent of tasks."""

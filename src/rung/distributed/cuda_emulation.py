@@ -1,0 +1,229 @@
+"""Makes torch choose CUDA's kernels and types for fake CPU tensors that stand for CUDA tensors.
+
+A torch without CUDA cannot run autograd on fake CUDA tensors, so a fake GPU has fake CPU tensors. Where torch decides
+by device, it would choose the CPU's variant: which operations autocast runs in fp32, which kernel computes attention,
+how dropout stores its mask. Here it gets CUDA's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rung.distributed.fake_world import is_fake
+from rung.distributed.torch_private import schema, tree_map_only
+
+# Operations that CUDA's autocast runs in fp32, and the CPU's does not or in another place. From torch's autocast op
+# reference; the overloads are found by name.
+_IN_FULL = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm", "nuclear_norm",
+    "cosine_similarity", "renorm", "logsumexp", "dist", "pdist", "cdist", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
+    "norm", "nll_loss", "nll_loss2d",
+)  # fmt: skip
+# Operations for which it sets dtype=float32, unless the caller gives a dtype.
+_FULL_RESULT = (
+    "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "prod", "softmax", "log_softmax", "sum",
+)  # fmt: skip
+# Operations that the CPU's runs in fp32 and CUDA's does not.
+_LEFT_ALONE = ("cross_entropy_loss", "avg_pool3d", "binary_cross_entropy", "grid_sampler", "trace", "polar")
+_LARGE_IMAGE = 400  # pixels
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def like_cuda() -> Iterator[None]:
+    """Within the context, torch decides for CPU tensors as it would for CUDA tensors."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    ways = {**dict.fromkeys(_IN_FULL, _in_full), **dict.fromkeys(_FULL_RESULT, _full_result)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name, wrap in {**ways, **dict.fromkeys(_LEFT_ALONE, _as_it_is)}.items():
+            packet = getattr(torch.ops.aten, name)
+            for overload in packet.overloads():
+                operation = getattr(packet, overload)
+                if _takes_tensors(operation):
+                    key = name if overload == "default" else f"{name}.{overload}"
+                    library.impl(key, wrap(operation), "AutocastCPU", with_keyset=wrap is _as_it_is)
+        # Not by a TorchFunctionMode: none is active while checkpointed activations are recomputed.
+        for name, way in (("scaled_dot_product_attention", _attention), ("dropout", _dropout)):
+            operation = getattr(torch.ops.aten, name).default
+            library.impl(name, _of_fakes(operation, way), "AutogradCPU", with_keyset=True)
+    try:
+        yield
+    finally:
+        library._destroy()  # a Library has no public way to unregister its kernels
+
+
+def workspaces_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """Bytes of the temporaries that an operation allocates, one after the other, besides its results, where known.
+
+    Measured on an H200 with torch 2.11.
+    """
+    way = _WORKSPACES.get(name)
+    return [size for size in way(inputs, outputs) if size] if way is not None else []
+
+
+def _of_convolution(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    return [_copies(inputs[0], inputs[1], outputs[0])]
+
+
+def _of_convolution_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """For the input's gradient, and for the weight's, which is accumulated in fp32."""
+    result, image, weight = inputs[:3]
+    copies = _copies(image, weight, result)
+    return [copies, copies + 4 * weight.numel()] if copies else []
+
+
+def _of_embedding_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """A row for each distinct index at most, and for each segment of a long run of one index."""
+    count, (rows, width) = inputs[1].numel(), outputs[0].shape
+    return [(count // _RUN + min(count, rows)) * width * 4] if count > _FEW_INDICES else []
+
+
+def _of_flash_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """The query's gradient in fp32, and a number for each of its rows."""
+    query = inputs[1]
+    return [query.numel() * 4 + query.numel() // query.shape[-1] * 4 + 256]
+
+
+def _of_efficient_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """The gradient times the result, then a second gradient of the query."""
+    query = inputs[1]
+    size = query.numel() * query.element_size()
+    return [size, query.numel() * 4 + query.shape[0] * query.shape[1] * query.shape[-1] * 4]
+
+
+_WORKSPACES: dict[str, Callable[[list[Tensor], list[Tensor]], list[int]]] = {
+    "aten::convolution": _of_convolution,
+    "aten::convolution_backward": _of_convolution_backward,
+    "aten::embedding_dense_backward": _of_embedding_backward,
+    "aten::_scaled_dot_product_flash_attention_backward": _of_flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _of_efficient_backward,
+}
+_FEW_INDICES, _RUN = 3072, 10  # constants of the embedding backward kernel
+
+
+def _copies(image: Tensor, weight: Tensor, result: Tensor) -> int:
+    """Bytes of cuDNN's copies: it convolves in channels-last order, and converts the input, the output and, unless the
+    kernel is 1 x 1, the weight. For 1 x 1 kernels on large images it has another algorithm without copies."""
+    if image.dim() != 4 or image.is_contiguous(memory_format=torch.channels_last):
+        return 0
+    is_pointwise = weight.shape[2] == weight.shape[3] == 1
+    if is_pointwise and image.shape[2:] == result.shape[2:] and image.shape[2] * image.shape[3] >= _LARGE_IMAGE:
+        return 0
+    copied = (image, result) if is_pointwise else (image, result, weight)
+    return sum(t.numel() * t.element_size() for t in copied)
+
+
+def _takes_tensors(operation: Any) -> bool:
+    arguments = schema(operation).arguments
+    is_out = any(argument.is_out for argument in arguments)
+    return not is_out and any("Tensor" in str(argument.type) for argument in arguments)
+
+
+# As torch's C++ autocast kernels do. Python has dispatch keys only in `torch._C`.
+def _without_autocast() -> Any:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+def _in_full(operation: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            args, kwargs = tree_map_only(Tensor, _to_full, (args, kwargs))
+            return operation(*args, **kwargs)
+
+    return run
+
+
+def _full_result(operation: Any) -> Callable[..., Any]:
+    names = [argument.name for argument in schema(operation).arguments]
+    place = names.index("dtype") if "dtype" in names else None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            given = place is None or kwargs.get("dtype") is not None or (len(args) > place and args[place] is not None)
+            if not given and args[0].dtype in (*_HALVES, torch.float32):
+                args = args[:place]
+                kwargs["dtype"] = torch.float32
+            return operation(*args, **kwargs)
+
+    return run
+
+
+def _as_it_is(operation: Any) -> Callable[..., Any]:
+    """Redispatch below autocast, which then applies to the operations that this one is composed of."""
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
+        return operation.redispatch(keys & below, *args, **kwargs)
+
+    return run
+
+
+def _to_full(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALVES else tensor
+
+
+def _of_fakes(operation: Any, way: Callable[..., Any]) -> Callable[..., Any]:
+    """`way` for fake tensors only: real tensors are on the CPU and need its kernels."""
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_fake(args[0]):
+            return way(*args, **kwargs)
+        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutogradOther)
+        return operation.redispatch(keys & below, *args, **kwargs)
+
+    return run
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0.0:
+        return input
+    if p == 1.0:
+        return input.mul(torch.zeros((), dtype=input.dtype))
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention in half precision without a mask, plain products in fp64, else the memory-efficient kernel."""
+    if query.dim() != 4 or query.dtype not in (*_HALVES, torch.float32):
+        found: Any = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    elif query.dtype in _HALVES and attn_mask is None and query.shape[-1] <= 256:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    else:
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        if attn_mask is not None:
+            attn_mask = _as_bias(attn_mask, query, key)
+        keeps = any(t.requires_grad for t in (query, key, value))
+        found = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
+        )
+    output: Tensor = found[0]
+    return output
+
+
+def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

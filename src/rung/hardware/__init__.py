@@ -1,0 +1,1 @@
+"""Hardware: records of devices and links, `rung bench` and `rung doctor`."""

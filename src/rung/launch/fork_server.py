@@ -1,0 +1,91 @@
+"""The fork server, from which ranks are forked: it has imported torch before the first rank starts."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
+from typing import Any
+
+from rung.system.processes import die_with_parent, raise_file_limit
+
+# Imports of every rank. The constructor of any optimizer imports dynamo, which takes a second.
+_PRELOADED = [
+    "rung.launch.entrypoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+]
+# The server starts with these signals blocked. By itself it ignores Ctrl-C only after all imports, and a SIGTERM or
+# SIGUSR1 that a scheduler sends to every process of the job must not end it, since the ranks would end with it.
+SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# The path of a socket has at most 107 bytes; these names take 43: /pymp-12345678/rank-12345/listener-12345678.
+_MAX_TEMPORARY_BYTES = 64
+
+
+def start_fork_server(modules: Sequence[str] = _PRELOADED) -> None:
+    """Start the server in the background. It imports torch while the launcher does."""
+    raise_file_limit()
+    _shorten_temporary_folder()
+    # On some processors oneDNN writes /tmp/perf-PID.map for a profiler, and leaves a file for each rank.
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
+    # The exit handler must be imported last: atexit calls the handler that was registered last first.
+    multiprocessing.set_forkserver_preload([*modules, "rung.launch.fork_server_exit"])
+    # The tracker starts first, because starting it unblocks the signals again.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
+    atexit.register(stop_fork_server)
+
+
+def _shorten_temporary_folder() -> None:
+    """Use /tmp if the path of TMPDIR is too long for sockets, as it is in some schedulers' directories for each job.
+    Ranks and their data workers inherit the choice."""
+    if len(os.fsencode(tempfile.gettempdir())) > _MAX_TEMPORARY_BYTES:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            util.get_temp_dir()  # creates and caches multiprocessing's directory
+        finally:
+            tempfile.tempdir = before
+
+
+def stop_fork_server() -> None:
+    """Kill the server, and with it any rank that the launcher does not know of."""
+    server = getattr(forkserver, "_forkserver", None)
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def remove_sockets() -> None:
+    """Remove the folder with the sockets of the server and its ranks, for a process that exits by `os._exit`."""
+    address = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_address", None)
+    if isinstance(address, str) and (folder := Path(address).parent).name.startswith("pymp-"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def belong_to_launcher() -> None:
+    """In a rank: end with the launcher, however it ends, and let it handle Ctrl-C."""
+    die_with_parent()
+    # The parent is the fork server, which ends when the last holder of its pipe closes it. A rank must not hold it.
+    server: Any = getattr(forkserver, "_forkserver", None)
+    pipe = getattr(server, "_forkserver_alive_fd", None)
+    if pipe is not None:
+        os.close(pipe)
+        server._forkserver_alive_fd = None
+    os.setpgid(0, 0)  # so that the launcher can kill the rank with all processes that the task started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

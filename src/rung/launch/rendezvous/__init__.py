@@ -1,0 +1,1 @@
+"""The rendezvous of launchers on several machines, by which they form each world of an elastic job."""

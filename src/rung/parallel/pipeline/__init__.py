@@ -1,0 +1,1 @@
+"""A model divided into stages, and the order in which a rank runs them."""

@@ -1,0 +1,147 @@
+"""Differentiable collectives on plain tensors that are sharded along one dimension as `torch.chunk` does.
+
+They come in pairs, each the derivative of the other, and every backward calls the other one of its pair: so they can be
+differentiated as often as a model likes, as for a gradient penalty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rung.distributed.collectives import gather_flat
+
+
+def gather_parts(part: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """All-gather along `dim`; backward takes this rank's chunk. The gradient must be equal on all ranks."""
+    whole: Tensor = _Gather.apply(part, dim % part.dim(), size, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def cut_part(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's chunk of a replicated tensor; backward all-gathers."""
+    part: Tensor = _Cut.apply(whole, dim % whole.dim(), group)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(part, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return cut_part(gradient, ctx.dim, ctx.group), None, None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, whole.shape[dim], group
+        return _chunk(whole, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gather_parts(gradient, ctx.dim, ctx.size, ctx.group), None, None
+
+
+def _gather(part: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    num_ranks = dist.get_world_size(group)
+    each = -(-size // num_ranks)
+    missing = each - part.shape[dim]
+    if missing:
+        shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
+        part = torch.cat([part, part.new_zeros(shape)], dim=dim)
+    parts = gather_flat(part.contiguous().flatten(), group).view(num_ranks, *part.shape)
+    return torch.cat(parts.unbind(), dim=dim).narrow(dim, 0, size)
+
+
+def _chunk(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+
+def gather_for_parts(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """All-gather equal parts along `dim` for sharded work; backward reduce-scatters the gradients."""
+    whole: Tensor = _GatherForParts.apply(part, dim, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def sum_into_parts(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Reduce-scatter along `dim`; backward all-gathers."""
+    part: Tensor = _SumIntoParts.apply(partial, dim, group)  # type: ignore[no-untyped-call]
+    return part
+
+
+def copy_for_parts(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A replicated tensor as input of sharded work; backward all-reduces the gradients."""
+    copy: Tensor = _CopyForParts.apply(whole, group)  # type: ignore[no-untyped-call]
+    return copy
+
+
+def sum_parts(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce; backward is the identity. The gradient must be equal on all ranks."""
+    total: Tensor = _SumParts.apply(partial, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _CopyForParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return sum_parts(gradient, ctx.group), None
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return copy_for_parts(gradient, ctx.group), None
+
+
+class _GatherForParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(part, dim, part.shape[dim] * dist.get_world_size(group), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return sum_into_parts(gradient, ctx.dim, ctx.group), None, None
+
+
+class _SumIntoParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _sum_into_parts(partial, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gather_for_parts(gradient, ctx.dim, ctx.group), None, None
+
+
+def _sum_into_parts(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    chunks = partial.chunk(dist.get_world_size(group), dim)
+    part = partial.new_empty(chunks[0].shape)
+    # torch 2.13 renames reduce_scatter_tensor.
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    collective(part, torch.cat(chunks), group=group)
+    return part
+
+
+def _sum(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = partial.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

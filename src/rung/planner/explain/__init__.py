@@ -1,0 +1,1 @@
+"""`rung explain`: what each rank holds, sends and computes under a strategy."""

@@ -1,0 +1,76 @@
+"""Remove repeated blocks from a model for a faster dry run; the cost of the others is extrapolated.
+
+Only blocks that are equal in type, printed form, and shapes and dtypes of parameters are removed, and only from the
+list that contains them. `tests/planner/test_plan.py` compares the extrapolation with whole traces.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rung.distributed import fake_world
+from rung.parallel.blocks import find_list_of_blocks
+from rung.parallel.materialize import own_tensors, put_tensor
+from rung.spec.task import Task
+
+
+def count_blocks(task: Task) -> int:
+    """The number of identical blocks in the model's list of blocks; 0 if they differ or there is no list."""
+    with torch.device("meta"):
+        try:
+            model = task.model()
+        except Exception:
+            return 0
+    blocks = find_list_of_blocks(model, task.blocks)
+    parents = {name.rpartition(".")[0] for name, _ in blocks}
+    if len(parents) != 1:
+        return 0
+    if any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
+        return 0  # `_give_storage` allocates registered tensors only
+    container = model.get_submodule(parents.pop()) if blocks else None
+    if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) != len(blocks):
+        return 0
+    return len(blocks) if len({_signature(block) for _, block in blocks}) == 1 else 0
+
+
+def shortened(task: Task, num_blocks: int) -> Task:
+    """The task with `num_blocks` blocks in its model. The model is built once and copied after that."""
+    make: Callable[..., Any] = task.model
+    skeleton: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        if not skeleton:
+            with fake_world.outside_fakes(), torch.device("meta"):
+                skeleton.append(make())
+            blocks = find_list_of_blocks(skeleton[0], task.blocks)
+            container: Any = skeleton[0].get_submodule(blocks[0][0].rpartition(".")[0])
+            del container[num_blocks:]
+        with fake_world.outside_fakes():
+            copied = copy.deepcopy(skeleton[0])
+        _give_storage(copied)
+        return copied
+
+    return replace(task, model=model)
+
+
+def _give_storage(model: nn.Module) -> None:
+    """Replace meta tensors by empty ones, which are fake in a fake world; `to_empty` cannot make fake tensors."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, old in own_tensors(module):
+            if id(old) not in made:
+                new = torch.empty(old.shape, dtype=old.dtype)
+                made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            put_tensor(module, name, made[id(old)])
+
+
+def _signature(block: nn.Module) -> tuple[Any, ...]:
+    tensors = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in block.named_parameters()]
+    buffers = [(name, tuple(t.shape), t.dtype) for name, t in block.named_buffers()]
+    return type(block), repr(block), tuple(tensors), tuple(buffers)

@@ -1,0 +1,1 @@
+"""`dp`: one process with a replica of the model on each of its devices."""

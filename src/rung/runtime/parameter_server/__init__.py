@@ -1,0 +1,1 @@
+"""Training over RPC: synchronous and asynchronous parameter servers, and modules on servers."""

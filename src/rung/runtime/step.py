@@ -1,0 +1,194 @@
+"""The runtime of ranks that compute: one order of a step, whose parts a strategy chooses.
+
+A strategy is a function from a `RuntimeContext` to `StepParts`: `mesh`, `pipeline`, `compressed` and others each have
+one, and `build_runtime` chooses among them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rung.data.batch_shard import LocalBatch, MicroBatch
+from rung.data.rng import DeviceGenerators
+from rung.distributed.torch_private import version
+from rung.parallel.dropout import NoDropout, turn_off_dropout
+from rung.parallel.pipeline.schedule import Stage
+from rung.runtime.base import LocalStep, Probe, ReplicaThreads, Traffic
+from rung.runtime.buffers import buffer_change_notes
+from rung.runtime.context import ContextRuntime, RuntimeContext
+from rung.runtime.measure import Measured, means, shares_of
+from rung.runtime.module_state import ModuleState
+from rung.runtime.optimizer import learning_rate
+from rung.runtime.placement import BatchPlacement
+from rung.runtime.rank_state import RankLocalState
+from rung.runtime.samples import check_same_samples
+from rung.runtime.weights import NamedWeights, share_buffers
+
+
+class Passes(Protocol):
+    """Forward and backward over the micro-batches of a step, and the forward of an evaluation."""
+
+    def run(
+        self, micro_batches: list[MicroBatch], shares: list[float | Tensor], averaging: float
+    ) -> tuple[Tensor, set[str]]:
+        """Run forward and backward of every micro-batch; returns this rank's share of the loss and the used parameters.
+
+        `shares` are the micro-batches' parts of the global mean; backward multiplies them by `averaging`.
+        """
+        ...
+
+    def measure(self, window: LocalBatch) -> Iterator[Measured]:
+        """Sums and counts of loss and metrics."""
+        ...
+
+
+# Updates the parameters and drops the gradients. Returns the global norm of the gradient if that is wanted.
+UpdateStep = Callable[[bool], Tensor | None]
+
+
+@dataclass
+class StepParts:
+    """A strategy's implementation of each part of a step. Parts without a default are required."""
+
+    passes: Passes
+    update: UpdateStep
+    averaging: float  # undoes the average over ranks that reducing gradients applies; 1 where ranks sum
+    named_weights: NamedWeights
+    finalizers: list[Callable[[], None]] = field(default_factory=list)  # of gradients, after backward
+    around_step: Callable[[], AbstractContextManager[Any]] = nullcontext  # open from before forward until after update
+    evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext  # swaps in other weights to evaluate
+    rank_state: RankLocalState | None = None
+    counted_elsewhere: AbstractSet[int] = frozenset()
+    stages: Sequence[Stage] = ()
+    replica_threads: ReplicaThreads | None = None
+    traffic: Callable[[], dict[str, Traffic]] = dict
+    # Squared norms of the gradients after backward, by name; None if those are not of the global loss.
+    gradient_squares: Callable[[], dict[str, Tensor]] | None = None
+    further_bytes: Callable[[], dict[str, int]] = dict  # kept between steps, by kind
+    device_0_bytes: Callable[[], dict[str, int]] = dict
+
+
+class StepRuntime(ContextRuntime):
+    """Takes steps on one rank."""
+
+    def __init__(self, context: RuntimeContext, parts: StepParts) -> None:
+        super().__init__(context)
+        self.parts = parts
+        self.rank_state, self.counted_elsewhere = parts.rank_state, parts.counted_elsewhere
+        self.stages, self.replica_threads = parts.stages, parts.replica_threads
+        self._probe_traffic: dict[str, Traffic] = {}  # no traffic of a step
+        self._placement = BatchPlacement(context.world, context.config)
+
+    def place(self, windows: Iterable[LocalBatch]) -> Iterator[LocalBatch]:
+        return self._placement.place(windows)
+
+    def step(self, window: LocalBatch, *, want_norm: bool = False) -> LocalStep:
+        context, is_first = self.context, self.context.is_first_step
+        with self._computing(window):
+            versions = [version(buffer) for _, buffer in context.own_buffers] if is_first else []
+            loss_share = self._run_passes(window)
+            rate = learning_rate(self.optimizer)  # before the schedule's step in `update` changes it
+            context.enter("update")
+            norm = self.parts.update(want_norm)
+            if is_first:
+                if self.world.layout.num_data_ranks > 1:
+                    self.notes += buffer_change_notes(self.model, context.own_buffers, versions)
+                context.is_first_step = False
+        return LocalStep(loss_share, norm, rate)
+
+    def probe(self, window: LocalBatch) -> Probe:
+        context, squares = self.context, self.parts.gradient_squares
+        kept = ModuleState(self.model)
+        generators, scaler = DeviceGenerators(self.world.device), context.scaler
+        context.scaler, context.is_probing = None, True
+        turn_off_dropout(self.model)
+        try:
+            with self._computing(window), NoDropout():
+                loss_share = self._run_passes(window)
+                return Probe(loss_share, squares() if squares is not None else None)
+        finally:
+            context.scaler, context.is_probing = scaler, False
+            self._probe_traffic = copy.deepcopy(self.parts.traffic())
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            self.reshard()
+            kept.restore()
+            generators.restore()
+
+    @contextmanager
+    def _computing(self, window: LocalBatch) -> Iterator[None]:
+        context = self.context
+        with (
+            self.parts.around_step(),
+            context.clock.begin(window.wait_seconds),
+            self.world.tensors.mode(),
+            context.without_dropout(),
+            context.default_type(),
+        ):
+            yield
+
+    def _run_passes(self, window: LocalBatch) -> Tensor:
+        """Forward and backward; returns this rank's share of the loss."""
+        context, parts, world = self.context, self.parts, self.world
+        if not self.model.training:
+            self.model.train()
+        if context.is_first_step:
+            check_same_samples(world, window)
+        context.enter("forward")
+        shares = shares_of(context.task, world, window)
+        compares = context.is_first_step and context.unit_calls is not None
+        with context.unit_calls.compared() if compares and context.unit_calls is not None else nullcontext():
+            loss_share, used = parts.passes.run(window.micro_batches, shares, parts.averaging)
+        for finalize in parts.finalizers:
+            finalize()
+        context.unused.check(used)
+        # Ranks of one tensor group compute the same loss, and so do all with a loss of the whole batch; one counts it.
+        counts = world.role.counts_loss and (context.batch_gather is None or world.role.data_rank == 0)
+        return loss_share if counts else torch.zeros_like(loss_share)
+
+    @torch.no_grad()
+    def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:
+        context, world = self.context, self.world
+        with self.parts.evaluated_weights():
+            share_buffers(context)
+            self.model.eval()
+            sums: dict[str, list[Tensor]] = {}
+            try:
+                for window in self.place(windows):
+                    context.status.touch()
+                    with world.tensors.mode(), context.default_type():
+                        for measured in self.parts.passes.measure(window):
+                            for name, (total, count) in measured.items():
+                                known = sums.setdefault(name, [torch.zeros_like(total), torch.zeros_like(count)])
+                                known[0], known[1] = known[0] + total, known[1] + count
+            finally:
+                # Also when a stop between two windows ends the loop, which then saves the shards.
+                with world.tensors.mode():
+                    self.reshard()
+            with world.tensors.mode():
+                own = world.tensors.read([tensor for name in sorted(sums) for tensor in sums[name]])
+            found = {name: (own[2 * i], own[2 * i + 1]) for i, name in enumerate(sorted(sums))}
+            return means(world.gather_objects(found if world.role.counts_loss else {}))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.parts.named_weights()
+
+    def state_bytes(self) -> dict[str, int]:
+        return {**super().state_bytes(), **self.parts.further_bytes()}
+
+    def traffic(self) -> dict[str, Traffic]:
+        probe = self._probe_traffic
+        return {
+            name: sent.without(probe[name]) if name in probe else sent for name, sent in self.parts.traffic().items()
+        }
+
+    def device_0_bytes(self) -> dict[str, int]:
+        return self.parts.device_0_bytes()

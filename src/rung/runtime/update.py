@@ -1,0 +1,86 @@
+"""The update of the parameters by the task's own optimizer on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rung.distributed.world import World
+from rung.parallel.gradients import clip, global_norm
+from rung.runtime.context import RuntimeContext
+from rung.spec.abilities import keeps_whole_state
+
+
+class OptimizerUpdate:
+    """Unscale, clip, step; under zero1, the optimizer steps slices of the parameters."""
+
+    def __init__(
+        self,
+        context: RuntimeContext,
+        *,
+        norm: Callable[[list[nn.Parameter]], Tensor] = global_norm,
+        step_optimizer: Callable[[], object] | None = None,
+        has_equal_gradients: bool | None = None,
+    ) -> None:
+        """`norm` is over all ranks. `has_equal_gradients`: all ranks have the same ones, and so the same overflows."""
+        layout = context.world.layout
+        self._context, self._norm = context, norm
+        self._step_optimizer = step_optimizer
+        if has_equal_gradients is None:
+            has_equal_gradients = keeps_whole_state(layout)
+        self._has_equal_gradients = has_equal_gradients
+
+    def __call__(self, want_norm: bool) -> Tensor | None:
+        context, parameters = self._context, self._context.parameters
+        scaler, update, max_norm = context.scaler, context.sharded_update, context.config.clip
+        if scaler is not None:
+            if update is not None:
+                update.take_gradients()  # the scaler reads the gradients of the optimizer's parameters
+            scaler.unscale_(context.optimizer)
+            if not self._has_equal_gradients:
+                # Each rank has checked its own part: all must skip a step that overflowed on any of them.
+                scaler.sync_overflow(context.optimizer, context.world.device)
+        if update is not None and scaler is not None:
+            parameters = update.slices()  # only these were unscaled
+        norm = self._norm(parameters) if max_norm is not None or want_norm else None
+        if max_norm is not None:
+            assert norm is not None
+            clip(parameters, max_norm, norm)
+        if update is not None and scaler is None:
+            update.take_gradients()  # after clipping, which changes the whole gradients
+        context.updates.begin()
+        step_scaled(context, self._step_optimizer)
+        if update is not None:
+            update.share_parameters()
+            update.drop_gradients()
+        end_update(context)
+        return norm
+
+
+def step_scaled(context: RuntimeContext, step_optimizer: Callable[[], object] | None = None) -> None:
+    """Step the optimizer, unless the scaler found an overflow."""
+    optimizer, scaler = context.optimizer, context.scaler
+    if scaler is None:
+        (step_optimizer or optimizer.step)()
+        return
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        scaler.step(optimizer)
+    scaler.update()
+
+
+def norm_over_ranks(own: Tensor, world: World, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The norm over all ranks, from the norm of each rank's own part. A collective of the group, or of all ranks."""
+    squared = own.to(device=world.device, dtype=torch.promote_types(own.dtype, torch.float32)).square()
+    dist.all_reduce(squared, group=group)
+    return squared.sqrt()
+
+
+def end_update(context: RuntimeContext) -> None:
+    for parameter in context.parameters:
+        parameter.grad = None
+    if context.schedule is not None:
+        context.schedule.step()
+    context.updates.end()

@@ -1,0 +1,140 @@
+"""The abilities and properties of a layout, from the table in `presets.py` and the layout's sizes.
+
+Code outside of this package, `open_world`, `parallelize` and `build_runtime` uses these functions and never compares
+names or kinds of strategies. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rung.spec.presets import ABILITIES, PRESETS, SCHEDULES, Refusal, givers
+from rung.spec.strategy import Layout, parse, required_num_ranks, split
+
+
+def can(layout: Layout, ability: str) -> bool:
+    """Whether the layout has an ability of the table."""
+    return _refusal(layout, ability) is None
+
+
+def why_not(layout: Layout, ability: str, asked: str = "") -> str | None:
+    """Why the layout lacks an ability, and the nearest choice; None if it has it. `asked` is the setting as given."""
+    refusal = _refusal(layout, ability)
+    if refusal is None:
+        return None
+    others = givers(ability)
+    words = " or ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
+    return refusal.text(asked=asked, name=layout.name, stages=layout.pp, givers=words, stand_in=_stand_in(layout))
+
+
+def presets_of(layout: Layout) -> list[str]:
+    """The presets that a layout is composed of, without pp and tp of size 1."""
+    return [part.name for part in split(layout.name) if part.slot == "data" or part.sizes != (1,)]
+
+
+def _refusal(layout: Layout, ability: str) -> Refusal | None:
+    refusals = [PRESETS[part.name].refuses for part in split(layout.name)]
+    for refuses in [*refusals, SCHEDULES[layout.schedule].refuses] if layout.pp > 1 else refusals:
+        if ability in refuses:
+            return refuses[ability]
+    is_given = any(ability in PRESETS[name].gives for name in presets_of(layout))
+    return None if is_given else ABILITIES[ability].lacking
+
+
+def _stand_in(layout: Layout) -> str:
+    return "" if layout.kind == "mesh" else PRESETS[layout.kind].stand_in.format(stages=layout.pp)
+
+
+def stand_in(layout: Layout) -> Layout:
+    """The layout itself if it can be planned, else one that can and makes the same demands on the model."""
+    name = _stand_in(layout) or layout.name
+    return layout if can(layout, "plan") else parse(name, required_num_ranks(name) or layout.num_ranks)
+
+
+def rung_of(layout: Layout) -> float:
+    """The complexity of a layout, by the concepts that a user needs to run it."""
+    if layout.kind != "mesh":
+        return PRESETS[layout.kind].rung
+    if layout.num_ranks == 1:
+        return 0
+    if layout.is_composed:
+        return 4 + (layout.pp > 1) + (layout.tp > 1) + (layout.num_data_ranks > 1)
+    return PRESETS[presets_of(layout)[0]].rung + (layout.dp_replicate > 1 and layout.dp_shard > 1)
+
+
+def title_of(layout: Layout) -> str:
+    """The field's name for a data-parallel layout, or its own for a composition."""
+    return layout.name if layout.is_composed else PRESETS[presets_of(layout)[0]].title
+
+
+def topology(layout: Layout) -> dict[str, Any]:
+    """The properties that must be equal for a run to resume bit by bit."""
+    found = {"axes": layout.axes, "zero": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
+    alone = {"kind": layout.kind, "servers": layout.servers, "devices": layout.devices}
+    return found if layout.kind == "mesh" else {**found, **alone}
+
+
+def num_parts(layout: Layout, state: str) -> int:
+    """The number of parts into which a replica's "parameters", "gradients" or "optimizer" state is divided."""
+    from_zero = {"parameters": 3, "gradients": 2, "optimizer": 1}[state]
+    return layout.pp * layout.tp * (layout.dp_shard if layout.zero >= from_zero else 1)
+
+
+def family(layout: Layout) -> tuple[int, int, bool]:
+    """A key that is equal for layouts that differ only in the number of stages."""
+    return layout.tp, layout.zero, layout.dp_replicate > 1 and layout.dp_shard > 1
+
+
+def keeps_whole_state(layout: Layout) -> bool:
+    """Whether every rank holds all parameters, gradients and optimizer state."""
+    return layout.zero == 0 and not layout.is_composed
+
+
+def shards_parameters(layout: Layout) -> bool:
+    """Whether FSDP2 keeps parameters and gradients in shards between micro-batches."""
+    return layout.zero >= 2
+
+
+def runs_units_together(layout: Layout) -> bool:
+    """Whether FSDP2 gathers units from data ranks that therefore must run the same ones, without a pipeline's order."""
+    return layout.uses_fully_shard and layout.num_data_ranks > 1 and layout.pp == 1
+
+
+def reshards_after_forward(layout: Layout) -> bool:
+    """Whether FSDP2 gathers parameters for each use, instead of once a step."""
+    return layout.zero == 3
+
+
+def cuts_only_batch(layout: Layout) -> bool:
+    """Whether every rank computes the whole model and communicates only by collectives."""
+    return not layout.is_composed and not can(layout, "rpc")
+
+
+def runs_threads(layout: Layout) -> bool:
+    """Whether one process runs a replica in a thread for each of its devices."""
+    return layout.kind == "dp"
+
+
+def has_common_steps(layout: Layout) -> bool:
+    """Whether all ranks take each step together. If not, trainers request batches from servers at their own pace."""
+    return all(PRESETS[name].has_common_steps for name in presets_of(layout))
+
+
+def works_at_own_pace(layout: Layout, rank: int) -> bool:
+    """Whether a rank is a trainer outside of the servers' process group, which uses only RPC."""
+    return not has_common_steps(layout) and not layout.is_server(rank)
+
+
+def call_axis(layout: Layout) -> str:
+    """The parties that exchange messages in a layout that sends calls."""
+    return "devices" if runs_threads(layout) else "servers" if layout.servers else "stages"
+
+
+def peer_group(layout: Layout, rank: int) -> int:
+    """The group of ranks with the same work: those of a stage, the servers, or the trainers."""
+    return layout.coordinates(rank)["pp"] if not layout.servers else int(not layout.is_server(rank))
+
+
+def with_devices(text: str, num_devices: int) -> str:
+    """Add a size to an unsized strategy that counts the devices of one process."""
+    return f"{text}{num_devices}" if text in PRESETS and PRESETS[text].axis == "devices" else text

@@ -1,0 +1,93 @@
+"""Checks of settings against strategy and task, and settings that follow from the strategy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rung.errors import ConfigError
+from rung.spec.abilities import can, why_not
+from rung.spec.best_metric import parse_best
+from rung.spec.config import SETTINGS, RunConfig
+from rung.spec.gradient_sync import validate_gradient_sync
+from rung.spec.observability import profiled_steps
+from rung.spec.presets import ABILITIES, Ability, ability_settings
+from rung.spec.strategy import Layout
+from rung.spec.task import Task
+
+
+def validate_config(config: RunConfig, layout: Layout) -> None:
+    """Refuse settings that cannot work with the layout, before a process starts."""
+    for name, ability in ABILITIES.items():
+        reason = why_not(layout, name, as_given(config, ability.settings[0])) if is_requested(config, ability) else None
+        if reason is not None:
+            raise ConfigError(reason)
+    validate_gradient_sync(config)
+    if config.profile is not None and config.steps is not None and profiled_steps(config.profile)[0] > config.steps:
+        raise ConfigError(f"--profile {config.profile} begins after the last step, {config.steps}.")
+    if config.micro_batch is not None and config.micro_batch > config.batch_size:
+        raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")
+
+
+def is_requested(config: RunConfig, ability: Ability) -> bool:
+    """Whether the settings request an ability."""
+    if not ability.settings:
+        return False
+    value = getattr(config, ability.settings[0])
+    return value in ability.values if ability.values else value != SETTINGS[ability.settings[0]].default
+
+
+def as_given(config: RunConfig, name: str) -> str:
+    """A setting as a user writes it: --offload cpu, --compile or rpc_host=eth0."""
+    value = getattr(config, name)
+    if not SETTINGS[name].metadata["flag"]:
+        return f"{name}={value}"
+    return f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"
+
+
+def refuse_best_without_evaluation(task: Task, config: RunConfig) -> None:
+    """Refuse `keep_best` without evaluations. The name of the metric is checked later, on the ranks."""
+    goal = parse_best(config.keep_best)
+    if goal is None:
+        return
+    if config.eval_every == "never":
+        raise ConfigError(
+            f"keep_best={config.keep_best} needs evaluations, and eval_every=never turns them off. Leave one out: "
+            "keep_best=none, or eval_every=epoch."
+        )
+    if task.eval_data is None:
+        raise ConfigError(
+            f"keep_best={config.keep_best} needs evaluations, and {task.name} has no eval_data(). Add it, or leave "
+            "keep_best out."
+        )
+    if goal.metric != "loss" and task.metrics is None:
+        raise ConfigError(
+            f"keep_best={config.keep_best}: {task.name} has no metrics(), so an evaluation gives only the loss. "
+            "Use keep_best=loss."
+        )
+
+
+def inapplicable_settings(layout: Layout) -> set[str]:
+    """Settings of abilities that the layout lacks, and which therefore do not apply to it."""
+    some_can = [name for name, ability in ABILITIES.items() if ability.lacking is not None and not ability.values]
+    return ability_settings(*(name for name in some_can if not can(layout, name)))
+
+
+def fit_settings(config: RunConfig, layout: Layout) -> RunConfig:
+    """Reset the settings that do not apply to the layout to their defaults."""
+    defaults: dict[str, Any] = {name: SETTINGS[name].default for name in inapplicable_settings(layout)}
+    return replace(config, **defaults)
+
+
+def micro_batch_size(config: RunConfig, layout: Layout) -> int | None:
+    """Samples in one micro-batch of a rank. A pipeline needs several micro-batches: by default two for each stage."""
+    if config.micro_batch is not None or layout.num_stages == 1:
+        return config.micro_batch
+    return -(-config.batch_size // (layout.num_data_ranks * 2 * layout.num_stages))
+
+
+def half_micro_batch(config: RunConfig, layout: Layout) -> int | None:
+    """Half of the current micro-batch, or None if it is one sample."""
+    share = -(-config.batch_size // layout.num_data_ranks)
+    present = min(micro_batch_size(config, layout) or share, share)
+    return -(-present // 2) if present > 1 else None

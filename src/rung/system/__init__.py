@@ -1,0 +1,1 @@
+"""The operating system: environment, network, processes, files, units. Standard library only."""

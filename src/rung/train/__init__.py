@@ -1,0 +1,1 @@
+"""One rank of a training run: the loop, checkpoints, metrics, heartbeat."""

@@ -1,0 +1,42 @@
+"""Whether the windows that ranks read of an iterable data set go together: nothing else tells before they wait."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rung.data.batch_shard import LocalBatch
+from rung.data.batches import Batches
+from rung.distributed.world import World
+from rung.errors import DataError
+
+
+class SameWindows:
+    """Compares the shapes of the ranks' windows before each step. Only for iterable data sets, whose length is not
+    known: a map-style one has the same windows on all ranks by construction."""
+
+    def __init__(self, world: World, batches: Batches) -> None:
+        is_needed = batches.is_stream and world.has_peers and not world.role.is_server
+        self._group = world.host_group() if is_needed else None
+        self._size = world.size
+
+    def check(self, window: LocalBatch) -> None:
+        if self._group is None:
+            return
+        own = torch.tensor([window.ends_epoch, len(window.micro_batches), window.num_global_samples])
+        rows = [torch.empty_like(own) for _ in range(self._size)]
+        dist.all_gather(rows, own, group=self._group)
+        found = [row.tolist() for row in rows]
+        if all(row == found[0] for row in found):
+            return
+        other = next(rank for rank, row in enumerate(found) if row != found[0])
+        words = [_describe(rank, *found[rank]) for rank in (0, other)]
+        raise DataError(
+            f"in step {window.step} of epoch {window.epoch} {' and '.join(words)}: their data sets differ. Every rank "
+            "reads the whole data set and keeps its own part of each batch, so it must give all samples on every rank, "
+            "in the same order."
+        )
+
+
+def _describe(rank: int, ends: int, num_micro_batches: int, num_samples: int) -> str:
+    return f"the data of rank {rank} {'ends after' if ends else 'goes on after'} {num_samples} samples"

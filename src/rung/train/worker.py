@@ -1,0 +1,379 @@
+"""One rank of a run: open the world, build the runtime, restore the checkpoint, run the loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from rung.checkpoint import Checkpoint, Position, StorageTopology, is_same_topology, restore, save_weights
+from rung.data.batch_shard import BatchPartition
+from rung.data.batches import Batches
+from rung.data.permutation import mix
+from rung.distributed.live_status import snapshot_path
+from rung.distributed.status_board import StatusWriter
+from rung.distributed.world import World, open_world
+from rung.errors import CheckpointError, NonFiniteError, ReplicaError, ResumeError
+from rung.runtime import Runtime, build_runtime
+from rung.runtime.base import ModelFacts
+from rung.runtime.measure import metric_names
+from rung.spec.abilities import works_at_own_pace
+from rung.spec.best_metric import Goal, parse_best, read_best, refuse_unknown_metric
+from rung.spec.compatibility import half_micro_batch, micro_batch_size
+from rung.spec.config import RunConfig
+from rung.spec.observability import profiled_steps, tracker_names
+from rung.spec.strategy import Layout, parse
+from rung.spec.task import Task, load_task
+from rung.system.launcher_env import environment_local_size, environment_size
+from rung.train.checkpointing import Checkpointing, find_state, is_protected
+from rung.train.first_step import check_first_step
+from rung.train.loop import Outputs, Persistence, Summary, run
+from rung.train.metrics import JsonLines, LiveFile, Observer, TensorBoard
+from rung.train.oom import is_out_of_memory, memory_lines
+from rung.train.profiler import Profiler
+from rung.train.resume_check import ResumeCheck
+from rung.train.trackers import open_trackers
+
+log = logging.getLogger("rung")
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """The parameters of a run. The launcher sends it unchanged to each rank's process."""
+
+    task_path: str
+    strategy: str
+    config: RunConfig
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    run_dir: str | None = None
+    resume: bool = False  # from the newest checkpoint of the run directory, if there is one
+    restarted: bool = False  # by the launcher, which has logged that
+    plain_sgd: bool = False  # `verify` replaces the task's optimizer
+
+    def load(self) -> Task:
+        task = load_task(self.task_path).bind(self.arguments)
+        return replace(task, optimizer=_sgd, schedule=None) if self.plain_sgd else task
+
+
+@dataclass
+class FailureContext:
+    """Filled by `worker` when the loop raises, for the process around it to report the failure and save the state."""
+
+    memory: list[str] = field(default_factory=list)  # after out-of-memory: the contents of the memory
+    smaller: int | None = None  # after out-of-memory: the micro-batch size to retry with
+    rescue: Callable[[], bool] | None = None  # saves the state as it was before the failing step
+    is_protected: bool = False  # save that state after any kind of error
+
+
+def worker(job: RankJob, status: StatusWriter | None = None, failure: FailureContext | None = None) -> Summary:
+    """Run one rank of a job to its end."""
+    status = status or StatusWriter()
+    config = job.config
+    status.phase("starting")
+    task = job.load()
+    layout = parse(job.strategy, environment_size(), environment_local_size(), config.schedule, config.servers)
+    # Longer than the launcher's timeout: it detects a hang first, and reports more than a rank inside a collective can.
+    patience = 2 * config.timeout + 30
+    with open_world(
+        layout, device=config.device, backend=config.backend, timeout_seconds=patience, rpc_host=config.rpc_host
+    ) as world:
+        status.phase("building")
+        if works_at_own_pace(layout, world.rank):
+            return work_for_servers(task, world, config, status)
+        summary = _train(job, task, world, status, failure or FailureContext())
+        world.barrier()
+    status.phase("stopped" if summary.stopped else "finished")
+    return summary
+
+
+def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure: FailureContext) -> Summary:
+    config, folder = job.config, _open_folder(job, world)
+    checkpoint = folder.checkpoint if folder is not None else None
+    start = position_of(checkpoint, parse_best(config.keep_best))
+    if world.is_main:
+        check_best(task, config)
+    batches = make_batches(task, config, world, start_step=start.step)
+    _refuse_other_data(checkpoint, batches)
+    runtime = build_runtime(
+        task,
+        world,
+        config,
+        total_steps=batches.total_steps,
+        status=status,
+        dataset=None if batches.is_stream else batches.dataset,
+        seeded=checkpoint is None,
+    )
+    torch.manual_seed(dropout_seed(config.seed, world))
+    if checkpoint is not None:
+        restore(runtime, checkpoint, seed=config.seed)
+    num_notes = _announce(job, task, world, batches, runtime, checkpoint)
+    facts = {**run_facts(task, world, runtime.facts), "length": {"steps": config.steps, "epochs": config.epochs}}
+    outputs, persistence = Outputs(facts=facts, status=status), Persistence(start)
+    if folder is not None:
+        settings = {
+            "task": task.name,
+            "config": asdict(config),
+            "arguments": dict(job.arguments),
+            "num_samples": batches.num_samples,
+        }
+        checkpointing = Checkpointing(
+            folder.path, runtime, folder.sites, config, settings, start, checkpoint, status.touch
+        )
+        at_end = partial(_save_result, folder.path, runtime, checkpointing, config, status)
+        resumed = None
+        if config.check:
+            metrics = folder.path / "metrics.jsonl"
+            resumed = ResumeCheck.after(metrics, checkpoint, world, config, restarted=job.restarted)
+        persistence = Persistence(start, checkpointing, at_end, resumed)
+        outputs = _open_outputs(outputs, folder, job, world, start, settings)
+    runtime.begin(start.step, batches)
+    try:
+        if checkpoint is None or not is_same_topology(checkpoint.manifest, world):
+            check_first_step(runtime, task, config, batches)
+        summary = run(
+            runtime,
+            batches,
+            world=world,
+            config=config,
+            evaluation=_evaluation(task, config, world),
+            outputs=outputs,
+            persistence=persistence,
+        )
+    except Exception as error:
+        _fill_failure(failure, error, runtime, world, config, persistence.checkpointing)
+        raise
+    for note in runtime.notes[num_notes:] + [t.saving() for t in runtime.traffic().values() if t.plain_bytes]:
+        log.info("  %s", note)
+    status.phase("saving")
+    for observer in outputs.observers:
+        observer.close()
+    if persistence.checkpointing is not None:
+        persistence.checkpointing.close()
+    runtime.close(stopped=summary.stopped)
+    return summary
+
+
+@dataclass(frozen=True)
+class _RunFolder:
+    """A run's directory, the disks it lies on, and the checkpoint to resume from."""
+
+    path: Path
+    sites: StorageTopology
+    checkpoint: Checkpoint | None
+
+
+def _open_folder(job: RankJob, world: World) -> _RunFolder | None:
+    if job.run_dir is None:
+        return None
+    path = Path(job.run_dir)
+    sites = StorageTopology(world, path)
+    return _RunFolder(path, sites, find_state(path, sites, resume=job.resume))
+
+
+def _refuse_other_data(checkpoint: Checkpoint | None, batches: Batches) -> None:
+    if checkpoint is not None and checkpoint.manifest.get("num_samples") != batches.num_samples:
+        raise CheckpointError(
+            f"the training data had {checkpoint.manifest.get('num_samples')} samples when the state was saved and "
+            f"has {batches.num_samples} now, so the samples that this epoch has already seen cannot be determined. "
+            "Resume with the same data, or start a new run from the weights (rung export)."
+        )
+
+
+def _announce(
+    job: RankJob, task: Task, world: World, batches: Batches, runtime: Runtime, checkpoint: Checkpoint | None
+) -> int:
+    """Log a summary of the run, unless the launcher restarted the same world. Returns the number of notes so far."""
+    is_known = job.restarted and checkpoint is not None and is_same_topology(checkpoint.manifest, world)
+    if world.is_main:
+        if not is_known:
+            describe(task, world, job.config, batches, runtime.facts)
+        if job.resume:
+            _log_resume(checkpoint, world)
+    for note in runtime.notes if not is_known else []:
+        log.info("  %s", note)
+    return len(runtime.notes)
+
+
+def _open_outputs(
+    outputs: Outputs, folder: _RunFolder, job: RankJob, world: World, start: Position, settings: Mapping[str, Any]
+) -> Outputs:
+    """Open the main rank's files and trackers, and each rank's profiler."""
+    config, profiler = job.config, None
+    observers: list[Observer] = []
+    if world.is_main:
+        observers = [
+            JsonLines(folder.path / "metrics.jsonl", resume=job.resume),
+            TensorBoard(folder.path / "tensorboard", start.step),
+            LiveFile(snapshot_path(folder.path)),
+        ]
+        names = tracker_names(config.log) if config.log is not None else ()
+        observers += open_trackers(names, folder.path, settings, must_open=folder.checkpoint is None)
+    if config.profile is not None:
+        profiler = Profiler(folder.path / "profile", profiled_steps(config.profile), world, outputs.status)
+    return replace(outputs, observers=observers, profiler=profiler)
+
+
+def run_facts(task: Task, world: World, model: ModelFacts) -> dict[str, Any]:
+    """The facts that observers get at the start of a run."""
+    return {
+        "task": task.name,
+        "strategy": world.layout.name,
+        "ranks": world.size,
+        "device": world.device.type,
+        "parameters": model.num_trainable + model.num_frozen,
+        "buffers": model.buffer_names,
+    }
+
+
+def _save_result(
+    folder: Path, runtime: Runtime, checkpointing: Checkpointing, config: RunConfig, status: StatusWriter, step: int
+) -> None:
+    """At the end of a run: save the full weights, or make sure that the last checkpoint was written."""
+    if not config.save_weights:
+        checkpointing.refuse_lost_end()  # without weights, the last checkpoint is the only result
+        return
+    status.phase("saving")
+    try:
+        save_weights(runtime, folder / "model.safetensors", step=step)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {checkpointing.way_out}") from None
+
+
+def work_for_servers(task: Task, world: World, config: RunConfig, status: StatusWriter) -> Summary:
+    """A trainer of ps-async: it computes gradients for the servers, which own steps, checkpoints and records."""
+    batches = make_batches(task, config, world)
+    runtime = build_runtime(task, world, config, total_steps=batches.total_steps, status=status)
+    assert runtime.work is not None
+    torch.manual_seed(dropout_seed(config.seed, world))
+    outcome = runtime.work(batches, _evaluation(task, config, world))
+    status.phase(outcome)
+    return Summary(runtime.updates.count, None, None, stopped=outcome == "stopped")
+
+
+def _evaluation(task: Task, config: RunConfig, world: World) -> Callable[[], Batches] | None:
+    return (lambda: make_eval_batches(task, config, world)) if task.eval_data is not None else None
+
+
+def _fill_failure(
+    failure: FailureContext,
+    error: Exception,
+    runtime: Runtime,
+    world: World,
+    config: RunConfig,
+    checkpointing: Checkpointing | None,
+) -> None:
+    if is_out_of_memory(error):
+        failure.memory = memory_lines(runtime, world)
+        if config.oom_retry and checkpointing is not None:
+            failure.smaller = half_micro_batch(config, world.layout)
+    is_useless = isinstance(error, NonFiniteError | ReplicaError | ResumeError)
+    if checkpointing is not None and not is_useless:
+        failure.rescue, failure.is_protected = checkpointing.rescue, is_protected(config)
+
+
+def position_of(checkpoint: Checkpoint | None, goal: Goal | None = None) -> Position:
+    """The position of a checkpoint. Its best evaluation is kept only if it was measured by the same `goal`."""
+    if checkpoint is None:
+        return Position(0, 0, 0, 0)
+    saved = checkpoint.manifest
+    best = goal.owns(read_best(saved)) if goal is not None else None
+    step, epoch, samples, sample = (int(saved[key]) for key in ("step", "epoch", "samples", "sample"))
+    return Position(step, epoch, samples, sample, saved["evaluation_due"], best=best)
+
+
+def check_best(task: Task, config: RunConfig) -> None:
+    """Refuse a metric that the task does not have, before the first epoch instead of after it."""
+    goal = parse_best(config.keep_best)
+    names = metric_names(task) if goal is not None and goal.metric != "loss" else None
+    if goal is not None and names is not None:
+        refuse_unknown_metric(goal, names)
+
+
+def _log_resume(checkpoint: Checkpoint | None, world: World) -> None:
+    if checkpoint is None:
+        log.info("  there is no checkpoint yet: from the first step")
+        return
+    saved = checkpoint.manifest
+    other = "" if is_same_topology(saved, world) else f", saved under {saved['strategy']} on {saved['ranks']} processes"
+    log.info("  going on after step %d (%s%s)", checkpoint.step, checkpoint.path.name, other)
+
+
+def dropout_seed(seed: int, world: World) -> int:
+    """Differs between ranks, not between runs. Ranks of one tensor group share activations, so they share the seed."""
+    return mix(seed, world.rank // world.layout.tp, 1)
+
+
+def make_batches(task: Task, config: RunConfig, world: World, *, start_step: int = 0) -> Batches:
+    """This rank's training windows."""
+    return Batches(
+        task.train_data(),
+        _partition(config, world),
+        seed=config.seed,
+        shuffle=config.shuffle,
+        num_steps=config.steps,
+        num_epochs=config.epochs,
+        start_step=start_step,
+        collate=task.collate,
+        num_workers=config.workers,
+        pin_memory=world.trains_on_gpu,
+        reads=not world.role.is_server,
+    )
+
+
+def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
+    """This rank's share of the evaluation set: each sample once, in the data set's own order."""
+    assert task.eval_data is not None
+    return Batches(
+        task.eval_data(),
+        _partition(config, world),
+        seed=config.seed,
+        shuffle=False,
+        num_epochs=1,
+        collate=task.collate,
+        num_workers=config.workers,
+        pin_memory=world.trains_on_gpu,
+        reads=not world.role.is_server,
+    )
+
+
+def describe(task: Task, world: World, config: RunConfig, batches: Batches, model: ModelFacts) -> None:
+    """Log the task, strategy, model and batch in a few lines."""
+    layout: Layout = world.layout
+    trainable, frozen = model.num_trainable, model.num_frozen
+    cut = batches.cut
+    log.info(
+        "%s, %s on %s%s",
+        task.name,
+        layout.describe(),
+        world.device.type,
+        f" ({world.backend})" if layout.is_distributed else "",
+    )
+    size = f"{trainable + frozen:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
+    log.info("  model: %s, %s", size, config.precision)
+    per_rank = -(-cut.global_micro_batch // cut.num_ranks)
+    samples = f"{batches.num_samples:,} samples" if batches.num_samples is not None else "an iterable data set"
+    readers = f"{'data ' if layout.is_composed else ''}rank{'s' if cut.num_ranks > 1 else ''}"
+    is_even = config.batch_size == cut.num_ranks * per_rank * cut.num_micro_batches
+    log.info(
+        "  data: %s; a step is %d%s %d %s x %s%d sample%s x %d micro-batch%s",
+        samples, config.batch_size, " =" if is_even else ":", cut.num_ranks, readers, "" if is_even else "up to ",
+        per_rank, "s"[: per_rank > 1],
+        cut.num_micro_batches, "es" if cut.num_micro_batches > 1 else "",
+    )  # fmt: skip
+
+
+def _partition(config: RunConfig, world: World) -> BatchPartition:
+    return BatchPartition(
+        config.batch_size, world.layout.num_data_ranks, world.role.data_rank, micro_batch_size(config, world.layout)
+    )
+
+
+def _sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import multiprocessing
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from rung.data.batch_shard import BatchPartition, MicroBatch
+from rung.data.batches import Batches
+from rung.errors import DataError
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index)
+
+
+class Augmented(Numbers):
+    """Draws from all three generators, as image augmentations do."""
+
+    def __getitem__(self, index: int) -> Any:
+        draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
+        return torch.tensor([float(index), *draws], dtype=torch.float64)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.count):
+            yield torch.tensor([index, int(torch.randint(1000, ()))])
+
+
+def windows(
+    dataset: Any, batch: int, ranks: int = 1, rank: int = 0, micro: int | None = None, **options: Any
+) -> list[Any]:
+    options.setdefault("num_epochs", 1)
+    return list(Batches(dataset, BatchPartition(batch, ranks, rank, micro), **options))
+
+
+def samples(found: list[Any]) -> list[Any]:
+    return [row for w in found for m in w.micro_batches if m.num_samples for row in m.data.tolist()]
+
+
+SIZES = [
+    (103, 25, 4, None),
+    (103, 25, 4, 2),
+    (3, 8, 4, None),
+    (3, 2, 4, 1),
+    (16, 4, 3, 1),
+    (7, 7, 2, 3),
+    (1, 1, 4, None),
+]
+
+
+@pytest.mark.parametrize(("count", "batch", "ranks", "micro"), SIZES)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_sample_once_an_epoch_for_any_sizes(
+    count: int, batch: int, ranks: int, micro: int | None, shuffle: bool
+) -> None:
+    seen = Counter(
+        s for rank in range(ranks) for s in samples(windows(Numbers(count), batch, ranks, rank, micro, shuffle=shuffle))
+    )
+    assert seen == Counter(range(count))
+
+
+@pytest.mark.parametrize(("count", "batch", "ranks", "micro"), SIZES)
+def test_all_ranks_see_the_same_number_of_micro_batches(count: int, batch: int, ranks: int, micro: int | None) -> None:
+    shapes = {
+        tuple(
+            tuple(m.num_global_samples for m in w.micro_batches)
+            for w in windows(Numbers(count), batch, ranks, r, micro)
+        )
+        for r in range(ranks)
+    }
+    assert len(shapes) == 1
+    assert sum(map(sum, shapes.pop())) == count
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_micro_batch_holds_the_same_samples_for_any_number_of_ranks_and_workers(ranks: int, workers: int) -> None:
+    expected = windows(Numbers(103), 24, 1, 0, 12)
+    pieces = [windows(Numbers(103), 24, ranks, r, 12 // ranks, num_workers=workers) for r in range(ranks)]
+    for number, window in enumerate(expected):
+        for micro in range(len(window.micro_batches)):
+            joined = [
+                value
+                for r in range(ranks)
+                if pieces[r][number].micro_batches[micro].num_samples
+                for value in pieces[r][number].micro_batches[micro].data.tolist()
+            ]
+            assert joined == window.micro_batches[micro].data.tolist()
+
+
+def test_a_new_order_every_epoch_with_nothing_to_call() -> None:
+    found = windows(Numbers(20), 5, num_epochs=3)
+    epochs = [samples([w for w in found if w.epoch == e]) for e in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [w.ends_epoch for w in found] == ([False] * 3 + [True]) * 3
+
+
+def test_without_shuffle_the_data_set_s_own_order() -> None:
+    assert samples(windows(Numbers(11), 4, shuffle=False)) == list(range(11))
+
+
+def test_reading_can_start_at_any_step() -> None:
+    whole = windows(Numbers(103), 10, num_epochs=3)
+    later = windows(Numbers(103), 10, num_epochs=3, start_step=17)
+    assert samples(later) == samples(whole[17:])
+    assert later[0].step == 18
+
+
+def test_a_billion_samples_can_be_read_from_anywhere() -> None:
+    batches = Batches(Numbers(10**9), BatchPartition(4, 2, 1), num_epochs=3, start_step=2 * 250_000_000 + 12_345)
+    window = next(iter(batches))
+    assert (window.epoch, window.step) == (2, 500_012_346)
+    assert all(0 <= s < 10**9 for s in window.micro_batches[0].data.tolist())
+
+
+@pytest.mark.parametrize(("ranks", "micro", "workers"), [(2, None, 0), (4, 1, 0), (2, None, 2), (1, 3, 2)])
+def test_augmentation_is_the_same_for_any_cut(ranks: int, micro: int | None, workers: int) -> None:
+    expected = {row[0]: row for row in samples(windows(Augmented(23), 8))}
+    found = [
+        row for r in range(ranks) for row in samples(windows(Augmented(23), 8, ranks, r, micro, num_workers=workers))
+    ]
+    assert {row[0]: row for row in found} == expected
+    assert len({row[3] for row in found}) == 23, "every sample has a stream of its own"
+
+
+def test_augmentation_differs_between_epochs() -> None:
+    found = windows(Augmented(6), 6, num_epochs=2)
+    first, second = ({r[0]: r[3] for r in samples([w])} for w in found)
+    assert all(first[k] != second[k] for k in first)
+
+
+def test_reading_leaves_the_process_s_own_generators_alone() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    expected = torch.rand(3).tolist(), random.random(), np.random.rand()
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    windows(Augmented(9), 3)
+    windows(Stream(9), 3)
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
+
+
+@pytest.mark.parametrize(("ranks", "micro", "workers"), [(1, None, 0), (4, None, 0), (2, 2, 0), (2, 2, 2), (3, 1, 1)])
+def test_an_iterable_data_set_is_cut_between_ranks_and_workers(ranks: int, micro: int | None, workers: int) -> None:
+    expected = samples(windows(Stream(29), 8))
+    assert [row[0] for row in expected] == list(range(29))
+    found = [samples(windows(Stream(29), 8, ranks, r, micro, num_workers=workers)) for r in range(ranks)]
+    assert sorted(row for rank in found for row in rank) == sorted(expected)
+    steps = [len(windows(Stream(29), 8, ranks, r, micro, num_workers=workers)) for r in range(ranks)]
+    assert steps == [4] * ranks
+
+
+def test_an_iterable_data_set_has_epochs_and_steps() -> None:
+    found = windows(Stream(10), 4, num_epochs=2)
+    assert [(w.step, w.epoch, w.num_global_samples) for w in found] == [
+        (1, 0, 4),
+        (2, 0, 4),
+        (3, 0, 2),
+        (4, 1, 4),
+        (5, 1, 4),
+        (6, 1, 2),
+    ]
+    assert len(windows(Stream(10), 4, num_epochs=None, num_steps=5)) == 5
+
+
+class CutsItself(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        yield from range(info.id if info else 0, self.count)
+
+
+class CutsItselfByRank(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(torch.distributed.get_rank(), self.count)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "words"),
+    [
+        (Stream(5), {"shuffle": True}, "only its own order"),
+        (CutsItself(5), {"num_workers": 2}, "workers=1"),
+        (CutsItselfByRank(5), {"ranks": 2}, "calls get_rank"),
+        (Numbers(0), {}, "is empty"),
+        (Stream(0), {}, "gave no sample"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_fix(dataset: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        windows(dataset, 2, **options)
+
+
+def test_the_number_of_steps_is_known_beforehand() -> None:
+    assert Batches(Numbers(103), BatchPartition(25, 4, 0), num_epochs=2).total_steps == 10
+    assert Batches(Numbers(103), BatchPartition(25, 4, 0), num_epochs=2, num_steps=7).total_steps == 7
+    assert Batches(Stream(3), BatchPartition(25, 4, 0), num_epochs=2).total_steps is None
+
+
+@dataclass
+class Pair:
+    image: Any
+    label: Any
+
+
+def test_the_loader_pins_tensors_in_any_nesting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without, a copy to a GPU waits for the host, and says nothing of it."""
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor + 100
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    batch = {"pair": Pair(torch.tensor(1), (torch.tensor(2), "two")), "rest": [torch.tensor(3)]}
+    elsewhere = {"a": torch.empty(1, device="meta"), "b": torch.eye(2).to_sparse()}
+    assert pin_memory(MicroBatch(elsewhere, 1, 1)).data == elsewhere and not pinned
+    found = pin_memory(MicroBatch(batch, 4, 9))  # what torch's loader calls for whatever a data set gives
+    assert [int(t) for t in pinned] == [1, 2, 3]
+    assert (found.num_samples, found.num_global_samples) == (4, 9)
+    assert found.data == {"pair": Pair(torch.tensor(101), (torch.tensor(102), "two")), "rest": [torch.tensor(103)]}
+
+
+def test_a_worker_prints_nothing_when_its_rank_breaks_off_a_transfer() -> None:
+    """As a rank does when another of its workers was killed: that one is the cause."""
+    script = """
+import os, socket, struct, sys, threading, time
+from multiprocessing import resource_sharer
+from rung.data.batches import _start_worker
+
+_start_worker(0)
+printed = []
+hook = sys.excepthook
+sys.excepthook = lambda *caught: (printed.append(caught[0]), hook(*caught))
+resource_sharer.DupFd(0)
+peer = socket.socket(socket.AF_UNIX)
+peer.connect(resource_sharer._resource_sharer._address)
+peer.close()
+while not printed:
+    time.sleep(0.01)
+print(printed[0].__name__, flush=True)
+raise ConnectionError("of the worker itself")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() in ("ConnectionResetError", "EOFError", "BrokenPipeError")
+    assert done.stderr.count("Traceback") == 1
+    assert "of the worker itself" in done.stderr
+
+
+class Folders:
+    """In the place of torch's loader: gives the folder of temporary files at the moment."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[str]:
+        for _ in range(4):
+            yield tempfile.gettempdir()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_temporary_files_of_a_loader_with_workers_go_with_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """torch's loader opens ten when a worker breaks off, and a rank that is killed then would leave them."""
+    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "tempdir", str(tmp_path))
+    monkeypatch.setattr("rung.data.batches.DataLoader", Folders)
+    before = tempfile.gettempdir()
+    for window in Batches(Numbers(8), BatchPartition(4, 1, 0), num_epochs=1, num_workers=workers):
+        assert window.micro_batches == [str(tmp_path) if workers else before]
+        assert tempfile.gettempdir() == before, "the task's own files stay where they were"
