@@ -164,6 +164,25 @@ def test_an_error_of_tensorboard_s_thread_is_told_once_and_a_new_writer_goes_on(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_only_the_first_writer_of_a_resumed_run_hides_what_came_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_RETRY_SECONDS", 0.0)
+    board = TensorBoard(tmp_path / "tensorboard", start_step=5)
+    made, hides = board._make, []
+
+    def make(*args: Any, purge_step: int | None, **more: Any) -> Any:
+        hides.append(purge_step)
+        return made(*args, purge_step=purge_step, **more)
+
+    board._make = make
+    _put(board, 6)
+    board._write(lambda writer: 1 / 0)
+    _put(board, 7)
+    board.close()
+    assert hides == [6, None]
+
+
 def test_a_word_that_the_log_does_not_take_is_written_later(tmp_path: Path) -> None:
     descriptor = os.open("/dev/full", os.O_WRONLY)
     stream = _open_stream(descriptor)

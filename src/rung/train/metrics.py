@@ -283,9 +283,10 @@ class TensorBoard:
     def __init__(self, folder: Path, start_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to load, and tensorboard can be turned off
 
-        purge = start_step + 1 if start_step else None
-        make: Any = SummaryWriter
-        self._open: Callable[[], Any] = lambda: make(str(folder), flush_secs=10, purge_step=purge)
+        self._make: Any = SummaryWriter
+        self._folder = str(folder)
+        # The first writer hides what an earlier run wrote after this step; a later one would hide this run's own.
+        self._purge_step = start_step + 1 if start_step else None
         _silence_writer_threads()
         self._slow: set[tuple[int, str]] = set()
         self._writer: Any = None
@@ -330,8 +331,9 @@ class TensorBoard:
             return
         try:
             if self._writer is None:
-                self._writer = self._open()
+                self._writer = self._make(self._folder, flush_secs=10, purge_step=self._purge_step)
             act(self._writer)
+            self._purge_step = None
         except Exception as error:
             is_first, self._open_at = self._open_at == 0.0, time.monotonic() + _RETRY_SECONDS
             broken, self._writer = self._writer, None
