@@ -17,7 +17,7 @@ from rung.compare.options import CompareOptions, check_options
 from rung.compare.predict import Predictor
 from rung.compare.rows import fill_up, loss_difference, make_row, prediction_error, without_infinities
 from rung.compare.run import Bench, reason_of
-from rung.compare.spans import Span, hidden_seconds, spans_of_step
+from rung.compare.spans import Span, seconds_outside, spans_of_step
 from rung.compare.variants import choose_variants, make_variant
 from rung.compare.verdict import make_verdict
 from rung.compare.view import bar, show
@@ -117,8 +117,8 @@ def test_a_pipeline_shows_what_its_stages_computed() -> None:
 
 
 def test_hidden_is_what_nobody_waited_for() -> None:
-    assert hidden_seconds([(0.0, 2.0), (1.0, 3.0)], [(2.5, 4.0)]) == pytest.approx(2.5)
-    assert hidden_seconds([], [(0.0, 1.0)]) == 0.0
+    assert seconds_outside([(0.0, 2.0), (1.0, 3.0)], [(2.5, 4.0)]) == pytest.approx(2.5)
+    assert seconds_outside([], [(0.0, 1.0)]) == 0.0
 
 
 # -- figures -------------------------------------------------------------------------------------------------------
@@ -280,19 +280,25 @@ def test_a_row_that_cannot_be_planned_keeps_what_was_measured(monkeypatch: pytes
     def breaks(*args: Any, **kwargs: Any) -> None:
         raise TypeError("not like that")
 
-    monkeypatch.setattr("rung.compare.predict.dry_run", breaks)
-    found = Predictor(TASKS["recurrent"](), "cpu").predict(make_variant("ddp", 2, CONFIG), None)
-    assert found.figures is None and found.why_not == "planning it failed with TypeError: not like that"
+    for step in ("dry_run", "messages_of"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"rung.compare.predict.{step}", breaks)
+            found = Predictor(TASKS["recurrent"](), "cpu").predict(make_variant("ddp", 2, CONFIG), None)
+        assert found.figures is None and found.why_not == "planning it failed with TypeError: not like that"
 
 
 def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "page.html").mkdir()
-    with pytest.raises(ConfigError, match=r"page\.html cannot be written"):
+    with pytest.raises(ConfigError, match=r"page\.html is a directory"):
         check_options(CompareOptions("task.py", out=str(tmp_path / "page.html")))
     kept = tmp_path / "kept.json"
     kept.write_text("as it was")
     check_options(CompareOptions("task.py", out=str(tmp_path / "new.html"), json_file=str(kept)))
     assert kept.read_text() == "as it was" and not (tmp_path / "new.html").exists()
+    link = tmp_path / "link.html"
+    link.symlink_to(tmp_path / "made later.html")
+    check_options(CompareOptions("task.py", out=str(link)))
+    assert link.is_symlink() and not link.exists()
 
 
 def test_a_flag_of_another_command_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,17 +168,18 @@ def test_without_a_launcher_the_command_says_how_to_start_it(capsys: pytest.Capt
     assert "--backend mpi needs processes that MPI has started" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["verify", "explain"])
+@pytest.mark.parametrize("command", ["verify", "explain", "calibrate"])
 def test_commands_of_one_process_are_done_by_one_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     say(monkeypatch, OPEN_MPI)
-    assert main([command, "nowhere"]) == 0
+    arguments = [command] if command == "calibrate" else [command, "nowhere"]
+    assert main(arguments) == 0
     assert capsys.readouterr().err == ""
-    if command == "verify":
+    if command != "explain":
         say(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"})
-        assert main(["verify", "nowhere"]) == 2
-        assert "`rung verify` starts processes of its own, and mpirun has started 8" in capsys.readouterr().err
+        assert main(arguments) == 2
+        assert f"`rung {command}` starts processes of its own, and mpirun has started 8" in capsys.readouterr().err
 
 
 # -- meeting ---------------------------------------------------------------------------------------------------------

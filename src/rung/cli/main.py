@@ -53,7 +53,7 @@ def build_parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
-    # `for_main`: commands that run in one process; of several that mpirun started, the first.
+    # `for_main`: a command of one process. Of several that mpirun started, the first one runs it.
     for_main, starts_ranks = (vars(options).pop(name, False) for name in ("for_main", "starts_ranks"))
     try:
         rank = external_rank()
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"rung: {printable(error, keep=LAYOUT)}\n")
         return 2
     except OSError as error:
+        let_main_report_first()
         if not is_refused(error):
             raise
-        let_main_report_first()
         sys.stderr.write(f"rung: the system refuses it: {reason(error)}.\n")
         return 2
     except KeyboardInterrupt:

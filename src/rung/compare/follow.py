@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from rung.compare.spans import hidden_seconds
+from rung.compare.spans import seconds_outside
 from rung.data.batch_shard import LocalBatch
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World
@@ -63,7 +63,7 @@ def follow_messages(
         with recorder:
             runtime.step(windows[0], want_norm=True)
         sent, computed = _kernel_times(runtime, windows[1])
-        exposed = hidden_seconds(sent, computed)  # the time of messages outside compute kernels
+        exposed = seconds_outside(sent, computed)  # the time of messages outside compute kernels
         return RankMessages(tally(recorder.messages), _length(sent) - exposed, exposed)
     log: list[tuple[str, float, float]] = []
     runtime.clock.log = log
@@ -75,13 +75,13 @@ def follow_messages(
     finally:
         runtime.clock.log = None
     waits = [(start, end) for what, start, end in log if what == "wait"]
-    return RankMessages(tally(timer.messages), hidden_seconds(timer.finished(), waits))
+    return RankMessages(tally(timer.messages), seconds_outside(timer.finished(), waits))
 
 
 def _kernel_times(runtime: Runtime, window: LocalBatch) -> tuple[Intervals, Intervals]:
     """The time spans of NCCL kernels and of all others in one step, in seconds."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        runtime.step(window)
+        runtime.step(window, want_norm=True)
         torch.cuda.synchronize()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
@@ -96,7 +96,7 @@ def _kernel_times(runtime: Runtime, window: LocalBatch) -> tuple[Intervals, Inte
 
 
 def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    return hidden_seconds(intervals, [])
+    return seconds_outside(intervals, [])
 
 
 def messages_of(trace: Trace, start: int) -> list[Message]:

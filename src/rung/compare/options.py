@@ -9,6 +9,7 @@ from typing import Any
 
 from rung.errors import ConfigError
 from rung.spec.presets import tried
+from rung.system.disk import check_file
 
 DEFAULT_STRATEGIES = ("single", *tried("alone"))
 
@@ -45,15 +46,4 @@ def check_options(options: CompareOptions) -> None:
             raise ConfigError(f"{flag} {name}: the name must end in {ending}.")
         if not Path(name).resolve().parent.is_dir():
             raise ConfigError(f"{flag} {name}: there is no directory {Path(name).parent}.")
-        _check_writable(flag, Path(name))
-
-
-def _check_writable(flag: str, file: Path) -> None:
-    """Fail before anything is measured if the file cannot be written. An existing file is left unchanged."""
-    is_new = not file.exists()
-    try:
-        file.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"{flag} {file} cannot be written: {error.strerror}. Name another file.") from None
-    if is_new:
-        file.unlink()
+        check_file(name, flag)  # before anything is measured

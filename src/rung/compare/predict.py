@@ -43,25 +43,27 @@ class Predictor:
             return Prediction(None, "it communicates by RPC or between threads, which the planner does not model")
         if variant.config.offload != "none":
             return Prediction(None, "host memory and its link are not modelled, so --offload cannot be planned")
-        first_ranks = range(0, layout.num_ranks, layout.num_ranks // layout.pp)  # of each stage, for its other ranks
+        first_ranks = range(
+            0, layout.num_ranks, layout.num_ranks // layout.pp
+        )  # of each stage: its other ranks do the same
         try:
             runs = [
                 dry_run(self._task, layout, variant.config, rank=rank, device=self._device, proofs=self._proofs)
                 for rank in first_ranks
             ]
+            figures: dict[str, Any] = {
+                "step_seconds": None,
+                "peak_bytes": max(self._peak(run, cluster) for run in runs),
+                "bytes_per_step": sum(one.num_bytes for one in messages_of(runs[0].trace, runs[0].second_step)),
+            }
+            why_not = self._why_no_time(variant, cluster)
+            if why_not is None and cluster is not None:
+                figures["step_seconds"] = step_time(runs, cluster).seconds
+            return Prediction(figures, why_not)
         except RungError as error:
             return Prediction(None, str(error))
         except Exception as error:  # a prediction must not lose the measurements
             return Prediction(None, f"planning it failed with {type(error).__name__}: {error}")
-        figures: dict[str, Any] = {
-            "step_seconds": None,
-            "peak_bytes": max(self._peak(run, cluster) for run in runs),
-            "bytes_per_step": sum(one.num_bytes for one in messages_of(runs[0].trace, runs[0].second_step)),
-        }
-        why_not = self._why_no_time(variant, cluster)
-        if why_not is None and cluster is not None:
-            figures["step_seconds"] = step_time(runs, cluster).seconds
-        return Prediction(figures, why_not)
 
     def _why_no_time(self, variant: Variant, cluster: Cluster | None) -> str | None:
         if self._shares_gpus and variant.num_ranks > 1:

@@ -89,11 +89,11 @@ def _without(span: Span, holes: Sequence[tuple[float, float]]) -> list[Span]:
     return [*pieces, replace(span, start=start)]
 
 
-def hidden_seconds(messages: Iterable[tuple[float, float]], waits: Iterable[tuple[float, float]]) -> float:
-    """Time in which messages were under way and no wait was: the union of `messages` minus that of `waits`."""
-    holes = _merged(sorted(waits))
+def seconds_outside(intervals: Iterable[tuple[float, float]], holes: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of `intervals`, without the parts in `holes`."""
+    merged = _merged(sorted(holes))
     return sum(
         piece.end - piece.start
-        for start, end in _merged(sorted(messages))
-        for piece in _without(Span("communication", start, end), holes)
+        for start, end in _merged(sorted(intervals))
+        for piece in _without(Span("communication", start, end), merged)
     )

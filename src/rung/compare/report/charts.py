@@ -132,7 +132,7 @@ def _describe_memory(memory: RankMemory, order: Sequence[str]) -> str:
 
 
 def draw_messages(comparison: Comparison) -> str:
-    """Bytes that rank 0 sends in a step, by collective."""
+    """Size of rank 0's messages in a step, by collective."""
     rows = [(index, row) for index, row in rows_with_index(comparison.rows) if row.bytes_per_step is not None]
     if not any(row.messages for _, row in rows):
         return ""
@@ -150,7 +150,7 @@ def draw_messages(comparison: Comparison) -> str:
             for m in row.messages
         ],
     )
-    caption = "Bytes that rank 0 hands to each collective in a step."
+    caption = "Size of rank 0's messages in a step; a collective counts its whole result."
     return figure("messages", "Messages", caption, strips(drawn) + table)
 
 

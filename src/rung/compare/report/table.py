@@ -51,7 +51,7 @@ COLUMNS = (
     Column("speed-up", "against one process", lambda row: row.speedup, times, "high"),
     Column("peak memory", "of the fullest rank", lambda row: row.peak_bytes, human_bytes, "low"),
     Column("process", "memory of the largest process", lambda row: row.process_bytes, human_bytes),
-    Column("sent", "bytes that a rank hands to collectives in a step", _sent, human_bytes),
+    Column("sent", "size of rank 0's messages in a step; a collective counts its whole result", _sent, human_bytes),
     Column("waiting", "share of a step spent waiting for messages", _waiting, share),
     Column("exposed", "share of communication not hidden by computation", _exposed, share),
     Column("data wait", "time of a step spent waiting for data", lambda row: row.data_wait_seconds, human_seconds),
