@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import rung
 from rung.spec.config import RunConfig
 from rung.spec.task import Task
 from tests.checkpoints import legs
-from tests.harness import on_ranks
+from tests.harness import RankFailed, on_ranks
 from tests.marks import slow
 from tests.tasks import adamw_task, dropping_task, gpt_task, image_task, text_task
 
@@ -58,6 +60,62 @@ def test_batch_norm_and_frozen_weights(tmp_path: Path) -> None:
     whole_losses, whole = legs(image_task, config, tmp_path / "whole", [("single", 1, 8)])
     assert losses == pytest.approx(whole_losses, abs=1e-9)
     assert _largest(state, whole) < 1e-9
+
+
+class Counting(nn.Linear):
+    """Counts its calls in its extra state, and has a buffer that forward replaces, or creates."""
+
+    def __init__(self, mean: torch.Tensor | None) -> None:
+        super().__init__(36, 36)
+        self.register_buffer("mean", None if mean is None else mean.clone())
+        self.calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.training:
+            self.calls += 1
+            self.mean = y.detach().mean() + (0.0 if self.mean is None else 0.5 * self.mean)
+        return y + 0.01 * self.calls + (0.0 if self.mean is None else self.mean)
+
+
+def _counting_task(mean: torch.Tensor | None) -> Task:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), Counting(mean), nn.Tanh(), Counting(mean), nn.Tanh(), nn.Linear(36, 5))
+
+    return replace(image_task(), model=model)
+
+
+_counting = partial(_counting_task, torch.zeros(()))
+_creating = partial(_counting_task, None)
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("pp2", 2), ("ps", 2), slow("rpc-pp2", 2)])
+def test_state_that_modules_keep_by_themselves(tmp_path: Path, strategy: str, num_ranks: int) -> None:
+    """Of the rank that runs the module: a stage, a trainer and not its server. It is saved twice."""
+    config = replace(FP64, steps=6)
+    plan = [(strategy, num_ranks, until) for until in (2, 4, 6)]
+    losses, state = legs(_counting, config, tmp_path / "legs", plan)
+    whole_losses, whole = legs(_counting, config, tmp_path / "whole", plan[-1:])
+    assert losses == whole_losses
+    assert all(torch.equal(state[name], whole[name]) for name in whole)
+
+
+def test_a_buffer_that_forward_creates(tmp_path: Path) -> None:
+    """Ranks that do not run its module do not have it: refused. What one process saved of it goes to its stage."""
+    config = replace(FP64, steps=6)
+    for strategy in ("pp2", "ps"):
+        with pytest.raises(RankFailed, match=r"forward creates the buffer \d.mean"):
+            legs(_creating, config, tmp_path / strategy, [(strategy, 2, 6)])
+    losses, state = legs(_creating, config, tmp_path / "legs", [("single", 1, 2), ("pp2", 2, 4), ("pp2", 2, 6)])
+    others, straight = legs(_creating, config, tmp_path / "other legs", [("single", 1, 2), ("pp2", 2, 6)])
+    assert losses == others
+    assert all(torch.equal(state[name], straight[name]) for name in straight)
 
 
 EXACT = RunConfig(batch_size=10, epochs=2, device="cpu", workers=1, eval_every="never")

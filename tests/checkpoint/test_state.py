@@ -142,6 +142,27 @@ def test_a_schedule_follows_a_new_total(tmp_path: Path, kind: str) -> None:
     assert after == pytest.approx(rates[8:], rel=1e-9)
 
 
+class Estimating(torch.optim.SGD):
+    """Keeps what it learns in its groups, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["estimate"] = group["estimate"] + group["lr"]
+
+
+def test_a_new_total_leaves_the_optimizer_what_it_learned(tmp_path: Path) -> None:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return Estimating([{"params": list(model.parameters()), "estimate": 0.0}], lr=0.1)
+
+    task = image_task(model=Plain, optimizer=optimizer, schedule=lambda o, total: CosineAnnealingLR(o, total))
+    first, _ = _steps(task, tmp_path / "legs", 0, 8, total=20)
+    learned = first.optimizer.param_groups[0]["estimate"]
+    again, rates = _steps(task, tmp_path / "legs", 8, 9, total=30)
+    assert learned > 0
+    assert again.optimizer.param_groups[0]["estimate"] == pytest.approx(learned + rates[0], abs=0.02)
+
+
 class Peculiar(nn.Module):
     """A buffer that comes later, one over itself, one that forward replaces, and extra state."""
 

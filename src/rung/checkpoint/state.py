@@ -31,9 +31,10 @@ from rung.runtime.base import Runtime
 from rung.runtime.optimizer import members_of
 
 # Options that select a kernel, not its result: the current world's are kept.
-_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
-# Counters in a schedule's state, which are not settings. Rates are compared by the groups' `initial_lr`.
-_COUNTERS = ("last_epoch", "base_lrs", "T_cur", "T_i", "verbose")
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+# Of a schedule's state: what is no setting. Rates are compared by the groups' `initial_lr`.
+_NO_SETTINGS = ("last_epoch", "base_lrs", "T_cur", "T_i", "verbose")
+_SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "base_momentum", "max_momentum")
 _START_ANEW = "for the task's, start a new run from the weights (rung export)"
 
 
@@ -50,12 +51,12 @@ def tensors_to_save(runtime: Runtime, *, everything: bool = False) -> dict[str, 
     world = runtime.world
     buffers = {id(buffer) for buffer in runtime.model.buffers()}
     # Buffers may differ between data ranks (statistics of a local batch norm): those of the first are saved.
-    first = everything or (world.role.data_rank == 0 and world.rank % world.layout.tp == 0)
+    saves_buffers = everything or (world.role.data_rank == 0 and world.rank % world.layout.tp == 0)
     elsewhere = runtime.counted_elsewhere
     found = {
         name: tensor.detach()
         for name, tensor in model_tensors(runtime).items()
-        if id(tensor) not in elsewhere and (first or id(tensor) not in buffers)
+        if id(tensor) not in elsewhere and (saves_buffers or id(tensor) not in buffers)
     }
     for name, parameter in optimizer_parameters(runtime):
         if id(parameter) in elsewhere:
@@ -84,7 +85,8 @@ def restore_random(world: World, read: Callable[[str], Tensor]) -> None:
 
 
 def small_state(runtime: Runtime) -> dict[str, Any]:
-    """All but large tensors: parameter groups, schedule, scaler. The same on every rank except `values`."""
+    """All but large tensors: parameter groups, schedule, scaler. The same on every rank, but for the `values` of its
+    parameters and the `extra` state of its modules."""
     optimizer = runtime.optimizer
     groups = [
         {key: pack(value, f"{key!r} of the optimizer's group {n}") for key, value in group.items() if key != "params"}
@@ -144,7 +146,7 @@ class Restorer:
         self._runtime = runtime
         self._manifest = manifest
         self._tensors: Mapping[str, Any] = manifest["tensors"]
-        self._state: list[tuple[int, str, str, Tensor]] = []  # parameter index, name, key, value
+        self._state: list[tuple[int, str, Tensor]] = []  # parameter index, key, value
         self._check_model()
         self.targets: dict[str, Tensor] = {**model_tensors(runtime), **self._make_optimizer_state()}
 
@@ -177,8 +179,11 @@ class Restorer:
             return
         buffers = buffers_of(owner)
         if key in buffers and buffers[key] is None:
-            saved = self._tensors[f"model/{name}"]
-            buffers[key] = torch.zeros(saved["shape"], dtype=DTYPES[saved["dtype"]], device=self._runtime.world.device)
+            saved, world = self._tensors[f"model/{name}"], self._runtime.world
+            buffer = torch.zeros(saved["shape"], dtype=DTYPES[saved["dtype"]], device=world.device)
+            if not self._runtime.parallel.runs(path, world):
+                buffer.is_absent = True  # type: ignore[attr-defined]  # or this rank would save it as it is now
+            buffers[key] = buffer
 
     def _make_optimizer_state(self) -> dict[str, Tensor]:
         """Allocate the saved optimizer state by the manifest, not by a trial step, which may change other state."""
@@ -193,6 +198,7 @@ class Restorer:
             for key in keys.get(name, ()):
                 saved = self._tensors[f"optimizer/{name}/{key}"]
                 shape, dtype = tuple(saved["shape"]), DTYPES[saved["dtype"]]
+                # The step of a scalar parameter stays on the host, where `load_state_dict` leaves it.
                 if shape == tuple(parameter.shape) and (shape or key != "step"):
                     value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 elif isinstance(parameter, DTensor) and shape:
@@ -204,7 +210,7 @@ class Restorer:
                 else:
                     value = torch.zeros(shape, dtype=dtype)
                 targets[f"optimizer/{name}/{key}"] = value
-                self._state.append((numbers[id(parameter)], name, key, value))
+                self._state.append((numbers[id(parameter)], key, value))
         return targets
 
     def finish(self) -> None:
@@ -219,7 +225,7 @@ class Restorer:
         fresh = optimizer.state_dict()
         built = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in fresh["param_groups"]])
         state: dict[Any, Any] = {unpack(key): unpack(value) for key, value in saved.get("others", [])}
-        for number, _, key, value in self._state:
+        for number, key, value in self._state:
             state.setdefault(number, {})[key] = value
         numbers = {id(p): n for n, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
         for name, parameter in optimizer_parameters(runtime):
@@ -242,7 +248,7 @@ class Restorer:
         """Restore the dtypes of the saved state: `load_state_dict` casts it to that of the parameters."""
         optimizer = self._runtime.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for number, _, key, value in self._state:
+        for number, key, value in self._state:
             loaded = optimizer.state[parameters[number]][key]
             if key != "step" and loaded.dtype != value.dtype:
                 optimizer.state[parameters[number]][key] = value.to(loaded.device)
@@ -257,7 +263,7 @@ class Restorer:
             moved = {"lr"} if "initial_lr" in old else set()  # a schedule has changed it since
             if "base_momentum" in old:  # a schedule that also cycles the momentum
                 moved |= {"momentum", "betas"}
-            for key in now.keys() & old.keys() - moved - {*_IMPLEMENTATION}:
+            for key in (now.keys() & old.keys()) - moved - {*_IMPLEMENTATION}:
                 if _plain(now[key]) != _plain(old[key]):
                     name = "lr" if key == "initial_lr" else key
                     row = (f"{name} of group {number}" if len(groups) > 1 else name, now[key], old[key])
@@ -266,8 +272,8 @@ class Restorer:
             self._runtime.notes.append(f"optimizer: {_differences(kept)}: the checkpoint's is used; {_START_ANEW}")
         if replaced:
             self._runtime.notes.append(
-                f"optimizer: {_differences(replaced)}: the task's is used, because the schedule restarts for "
-                f"{self._runtime.total_steps} steps"
+                f"optimizer: {_differences(replaced)}: the task's is used, because its schedule is stepped "
+                f"anew, for {self._runtime.total_steps} steps"
             )
 
     def _note_changed_members(self) -> None:
@@ -326,12 +332,17 @@ class Restorer:
         # The saved state has the old length, or could not be saved: replay the steps from the start.
         groups = self._runtime.optimizer.param_groups
         reached = [group.get("lr") for group in groups]
+        loaded = [dict(group) for group in groups]
         for group, values in zip(groups, built, strict=True):
             group.update(values)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that no optimizer step came first
             for _ in range(int(self._manifest["step"])):
                 schedule.step()
+        for group, values, old in zip(groups, built, loaded, strict=True):
+            # What the schedule leaves alone is the optimizer's own, such as Prodigy's estimate of the rate.
+            kept = [key for key in values if key not in _SCHEDULED and _plain(group[key]) == _plain(values[key])]
+            group.update({key: old[key] for key in kept if key in old})
         rates = [(float(a), float(group["lr"])) for a, group in zip(reached, groups, strict=True) if a is not None]
         if same_length and any(abs(a - b) > 1e-9 * max(abs(a), abs(b)) for a, b in rates):
             raise CheckpointError(
@@ -359,16 +370,17 @@ def _schedule_settings(state: Mapping[str, Any]) -> dict[str, Any]:
         if key == "_schedulers":
             for number, inner in enumerate(value):
                 found |= {f"{name} of part {number}": setting for name, setting in _schedule_settings(inner).items()}
-        elif not key.startswith("_") and key not in _COUNTERS:
+        elif not key.startswith("_") and key not in _NO_SETTINGS:
             found[key] = _plain(value)
     return found
 
 
 def _extra_state(runtime: Runtime) -> dict[str, Any]:
-    """The values that modules return from `get_extra_state`."""
+    """The values that modules return from `get_extra_state`. Those of a module that another rank runs are old here."""
     found = {}
     for path, module in runtime.model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        computes = type(module).get_extra_state is not nn.Module.get_extra_state
+        if computes and runtime.parallel.runs(path, runtime.world):
             found[path] = pack(module.get_extra_state(), f"the extra state of {path or 'the model'}")
     return found
 

@@ -51,6 +51,19 @@ class ParallelModel:
     host_weights: HostWeights | None = None
     places: dict[str, int] = field(default_factory=dict)  # tensor -> the parameter server that holds it
     remote: dict[str, int] = field(default_factory=dict)  # module -> the server that runs it for trainers
+    elsewhere: set[str] = field(default_factory=set)  # modules that other ranks run, of a pipeline's other stages
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks run different modules, or keep them for others."""
+        return self.stages is not None or bool(self.places or self.remote)
+
+    def runs(self, name: str, world: World) -> bool:
+        """Whether this rank runs the forward of the module `name`."""
+        server = next((rank for path, rank in self.remote.items() if lies_in(name, {path})), None)
+        if server is not None or world.role.is_server:
+            return world.rank == server
+        return not lies_in(name, self.elsewhere)
 
 
 def parallelize(
@@ -168,13 +181,13 @@ def _split(
     parallel.notes += stages.describe()
     own = set(own_stages(world))
     parts = {name for stage in range(layout.num_stages) for name in stages.modules_of(stage)}
-    elsewhere = {name for name in parts if not stages.stages_of_module(name) & own}
+    parallel.elsewhere = {name for name in parts if not stages.stages_of_module(name) & own}
 
     def keeps(name: str) -> bool:
         if name in stages.holders:
             return bool(own & set(stages.holders[name]))
         # A buffer stays with the part that it belongs to, or on every rank.
-        return not lies_in(name, elsewhere)
+        return not lies_in(name, parallel.elsewhere)
 
     weights.keep_only(keeps)
     if layout.zero == 3:

@@ -100,10 +100,7 @@ def trace_forward(
             with flow:
                 output = run()
             flow.find_leaks(tensors_of(output), None)
-            for module_name, module in model.named_modules():  # forward may assign a new tensor to a buffer
-                for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
-                    if id(tensor) not in buffers:
-                        flow.note_buffer(f"{module_name}.{key}".lstrip("."), None)
+            flow.note_replaced("", model, None)
         except Exception as error:
             raise explain_failure(error) from error
         finally:
@@ -206,6 +203,14 @@ class _DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note_buffer(self, name: str | None, call: Call | None) -> None:
         if name is not None:
             self.buffers.setdefault(name, set()).add(-1 if call is None else call.index)
+
+    def note_replaced(self, path: str, module: nn.Module, call: Call | None) -> None:
+        """Note buffers in `module` to which forward assigned a new tensor."""
+        for name, buffer in module.named_buffers(path, remove_duplicate=False):
+            if id(buffer) not in self.buffer_names:
+                self.note_buffer(name, call)
+                self.buffer_names[id(buffer)] = name
+                self._alive.append(buffer)
 
     def _remember(self, tensor: Tensor, sources: set[Source]) -> None:
         self._sources[id(tensor)] = sources
@@ -324,6 +329,7 @@ def _observe(
             else:
                 before = len(flow.buffers), set(call.needs)
                 output = forward(*args, **kwargs)
+                flow.note_replaced(name, module, call)
                 same = before == (len(flow.buffers), call.needs) and not call.changes
                 if known is not None and key is not None:
                     known[key] = call, same and _is_new(output, args, kwargs)

@@ -26,7 +26,7 @@ from rung.parallel.sharding import free_gathered
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import ModelFacts, Probe, ReplicaThreads, Traffic, Updates, Work
 from rung.runtime.batch_loss import BatchGather
-from rung.runtime.buffers import buffers_besides
+from rung.runtime.buffers import OwnBuffers
 from rung.runtime.forward import NoDropout, autocast, default_type
 from rung.runtime.optimizer import LocalScaler, local_bytes
 from rung.runtime.phases import PhaseClock
@@ -60,7 +60,7 @@ class RuntimeContext:
     clock: PhaseClock = field(init=False)
     trainable: list[tuple[str, nn.Parameter]] = field(init=False)
     sync_norms: list[SyncBatchNorm] = field(init=False)
-    own_buffers: list[tuple[str, Tensor]] = field(init=False)  # all but those of synchronised batch norms
+    own_buffers: OwnBuffers = field(init=False)
     scaler: LocalScaler | None = field(init=False)
     unused: UnusedParameters = field(init=False)
     unit_calls: UnitCalls | None = field(init=False)  # compared in the first step
@@ -73,7 +73,7 @@ class RuntimeContext:
         self.clock = PhaseClock(waits=world.has_peers, functional_waits=not config.compile)
         self.trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.sync_norms = sync_batch_norms(self.model)
-        self.own_buffers = buffers_besides(self.model, self.sync_norms)
+        self.own_buffers = OwnBuffers(self.model, self.sync_norms)
         self.scaler = LocalScaler(world.device.type) if config.precision == "fp16" else None
         # The comparison would become a part of compiled blocks.
         compares_units = world.has_peers and runs_units_together(world.layout) and not config.compile
@@ -100,12 +100,10 @@ class RuntimeContext:
     def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
         """Wraps the computation of one micro-batch: a stand-in leaves buffers and statistics unchanged."""
         stand_in = micro.num_samples == 0
-        saved = [(buffer, buffer.clone()) for _, buffer in self.own_buffers] if stand_in else []
         for norm in self.sync_norms:
             norm.counted = not stand_in
-        yield
-        for buffer, value in saved:
-            buffer.data.copy_(value)
+        with self.own_buffers.kept() if stand_in else nullcontext():
+            yield
 
     # -- precision -----------------------------------------------------------------------------------------------
 

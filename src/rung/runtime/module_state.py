@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rung.distributed.torch_private import buffers_of
 from rung.parallel.materialize import is_absent
 
 _OWN = frozenset(vars(nn.Module()))  # torch's, on every module
@@ -25,7 +26,7 @@ class ModuleState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._attributes = {module: _plain(module) for module in model.modules()}
-        self._buffers = {module: dict(module.named_buffers(recurse=False)) for module in model.modules()}
+        self._buffers = {module: dict(buffers_of(module)) for module in model.modules()}
         held = [v for found in (*self._attributes.values(), *self._buffers.values()) for v in found.values()]
         tensors = {id(v): v for v in held if isinstance(v, Tensor) and not is_absent(v)}
         self._values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
@@ -37,9 +38,8 @@ class ModuleState:
                 del vars(module)[name]
             vars(module).update(before)
         for module, buffers in self._buffers.items():
-            for name, buffer in buffers.items():
-                if getattr(module, name, None) is not buffer:
-                    setattr(module, name, buffer)
+            buffers_of(module).clear()
+            buffers_of(module).update(buffers)
         with torch.no_grad():
             for tensor, value in self._values:
                 # By value: torch's batch norm writes its running statistics without a new version of them.

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from rung.data.batch_shard import LocalBatch, MicroBatch
 from rung.data.rng import DeviceGenerators
-from rung.distributed.torch_private import version
 from rung.parallel.dropout import NoDropout, turn_off_dropout
 from rung.parallel.pipeline.schedule import Stage
 from rung.runtime.base import LocalStep, Probe, ReplicaThreads, Traffic
-from rung.runtime.buffers import buffer_change_notes
 from rung.runtime.context import ContextRuntime, RuntimeContext
 from rung.runtime.measure import Measured, means, shares_of
 from rung.runtime.module_state import ModuleState
@@ -93,14 +91,16 @@ class StepRuntime(ContextRuntime):
     def step(self, window: LocalBatch, *, want_norm: bool = False) -> LocalStep:
         context, is_first = self.context, self.context.is_first_step
         with self._computing(window):
-            versions = [version(buffer) for _, buffer in context.own_buffers] if is_first else []
+            buffers = context.own_buffers.versions() if is_first else {}
             loss_share = self._run_passes(window)
             rate = learning_rate(self.optimizer)  # before the schedule's step in `update` changes it
             context.enter("update")
             norm = self.parts.update(want_norm)
             if is_first:
                 if self.world.layout.num_data_ranks > 1:
-                    self.notes += buffer_change_notes(self.model, context.own_buffers, versions)
+                    self.notes += context.own_buffers.change_notes(buffers)
+                if self.parallel.is_divided:
+                    context.own_buffers.refuse_created(buffers)
                 context.is_first_step = False
         return LocalStep(loss_share, norm, rate)
 

@@ -36,6 +36,6 @@ def share_buffers(context: RuntimeContext) -> None:
     if world.layout.num_data_ranks == 1:
         return
     with world.tensors.mode():
-        for _, buffer in context.own_buffers:
+        for _, buffer in context.own_buffers.named():
             if buffer.numel() > 0:
                 broadcast_from(world.data_source, buffer, world.data_group)

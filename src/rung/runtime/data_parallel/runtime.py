@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from rung.data.batch_shard import LocalBatch, MicroBatch
 from rung.data.pytree import map_tensors
-from rung.distributed.torch_private import version
 from rung.parallel.batchnorm import batch_norms
-from rung.runtime.buffers import buffer_change_notes
 from rung.runtime.context import RuntimeContext
 from rung.runtime.data_parallel.replicas import GpuReplicas, Replicas, ReplicaSettings, ThreadReplicas, TransferCounts
 from rung.runtime.data_parallel.scatter import num_bytes
@@ -96,10 +94,10 @@ class ReplicaPasses:
         self, micro_batches: list[MicroBatch], shares: list[float | Tensor], averaging: float
     ) -> tuple[Tensor, set[str]]:
         context = self._context
-        versions = [version(buffer) for _, buffer in context.own_buffers] if context.is_first_step else []
+        buffers = context.own_buffers.versions() if context.is_first_step else {}
         found = self._loop.run(micro_batches, shares, averaging)
         if context.is_first_step and len(context.world.devices) > 1:
-            context.notes += buffer_change_notes(context.model, context.own_buffers, versions, holder="replica")
+            context.notes += context.own_buffers.change_notes(buffers, holder="replica")
         new = self._replicas.notes[self._num_notes :]
         context.notes += new
         self._num_notes += len(new)
