@@ -23,5 +23,6 @@ def gradients(runtime: Runtime, task: Task) -> dict[str, float]:
     """The loss of two micro-batches, the second shorter, and the square of each gradient."""
     batches = Batches(task.train_data(), BatchPartition(6, 1, 0, 4), seed=0, num_steps=1, collate=task.collate)
     probe = runtime.probe(next(iter(runtime.place(batches))))
-    assert probe.squares is not None
-    return {"loss": float(probe.loss_share), **{name: float(square) for name, square in probe.squares.items()}}
+    assert probe.gradients is not None
+    squares = {name: float(square) for name, square in probe.gradients.squares.items()}
+    return {"loss": float(probe.loss_share), **squares}

@@ -116,6 +116,8 @@ class Wrong(nn.Module):
 def model():
     return Wrong()
 """
+# The sign of one weight's gradient is wrong on all ranks: the loss and all norms are right.
+TURNED = WRONG.replace("2 * (hidden - hidden.detach())", "-1 * (hidden - hidden.detach())")
 REMOTE = """
 remote = ["0", "3"]
 defaults["servers"] = 2
@@ -274,8 +276,19 @@ def test_a_run_says_that_its_first_step_is_that_of_one_process(
         (CUT_STREAM, "ddp", "ranks 0 and 1 read different data"),
         (WRONG, "ddp", "the first step is not that of one process: .*first.weight"),
         (WRONG, "ps", "the first step is not that of one process: .*first.weight"),
+        (TURNED, "ddp", "elements of the gradient of first.weight are off by 2 of its norm"),
+        (TURNED, "ps", "elements of the gradient of first.weight are off by 2 of its norm"),
     ],
-    ids=["contrastive", "sum", "token mean", "cut stream", "wrong gradient", "wrong gradient for a server"],
+    ids=[
+        "contrastive",
+        "sum",
+        "token mean",
+        "cut stream",
+        "wrong",
+        "wrong for a server",
+        "turned",
+        "turned for a server",
+    ],
 )
 def test_a_run_that_would_train_something_else_ends_before_its_first_step(
     launcher: WarmLauncher, tmp_path: Path, part: str, strategy: str, cause: str

@@ -1,8 +1,11 @@
-"""The global gradient norm over all ranks, and clipping by it."""
+"""The global gradient norm over all ranks, clipping by it, and figures by which gradients are compared."""
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from rung.distributed.torch_private import foreach_mul_
+from rung.parallel.gather import whole_tensor
+from rung.parallel.materialize import is_absent
+
+_NUM_GRADIENTS, _NUM_ELEMENTS = 4, 256  # whose elements are compared, and how many of each
+_MANY_ELEMENTS = 2**22  # a gradient with more is not gathered
+
+
+@dataclass(frozen=True)
+class GradientFigures:
+    """What is compared of gradients, by name: the squared norm of each, and some elements of a few."""
+
+    squares: dict[str, Tensor] = field(default_factory=dict)
+    elements: dict[str, Tensor] = field(default_factory=dict)
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -35,8 +51,28 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def norms_by_name(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """The squared 2-norm of each parameter's whole gradient; 0 without one. All ranks that share parameters call it."""
+def gradient_figures(trainable: list[tuple[str, nn.Parameter]], device: torch.device) -> GradientFigures:
+    """Figures of the parameters that this rank has. All ranks that share parameters call it."""
+    names = [name for name, parameter in trainable if 0 < parameter.numel() <= _MANY_ELEMENTS]
+    # By checksum: those that one process chooses of the whole model are among those that a stage chooses of its part.
+    chosen = sorted(names, key=lambda name: zlib.crc32(name.encode()))[:_NUM_GRADIENTS]
+    own = [(name, parameter) for name, parameter in trainable if not is_absent(parameter)]
+    elements = {name: _drawn_elements(parameter, device) for name, parameter in own if name in chosen}
+    return GradientFigures(_squared_norms(own), elements)
+
+
+def _drawn_elements(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """The same elements of the whole gradient on any number of ranks, scaled so that their norm is about its norm."""
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+    whole = whole_tensor(grad, device) if isinstance(grad, DTensor) else grad.to_dense() if grad.is_sparse else grad
+    whole = torch.view_as_real(whole) if whole.is_complex() else whole
+    places = torch.randperm(whole.numel(), generator=torch.Generator().manual_seed(0))[:_NUM_ELEMENTS]
+    drawn: Tensor = whole.reshape(-1)[places.to(whole.device)].to("cpu", torch.float64)
+    return drawn * math.sqrt(whole.numel() / len(drawn))
+
+
+def _squared_norms(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """The squared 2-norm of each parameter's whole gradient; 0 without one."""
     by_groups: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
     for name, parameter in named:
         grad = _gradients([parameter])

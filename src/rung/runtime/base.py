@@ -18,6 +18,7 @@ from rung.data.batch_shard import LocalBatch
 from rung.data.batches import Batches
 from rung.distributed.world import World
 from rung.parallel import ParallelModel
+from rung.parallel.gradients import GradientFigures
 from rung.parallel.pipeline.schedule import Stage
 from rung.runtime.optimizer import LocalScaler
 from rung.runtime.phases import PhaseClock
@@ -42,12 +43,12 @@ class LocalStep:
 class Probe:
     """The loss and the gradients of a window, as a step would compute them, without an update.
 
-    The loss is this rank's share. `squares` are the squared norms of whole gradients, by the names of this rank's
-    parameters; None where ranks do not have the gradient of the global loss (compression, local steps).
+    The loss is this rank's share. The gradients are of this rank's parameters; None where ranks do not have the
+    gradient of the global loss (compression, local steps).
     """
 
     loss_share: Tensor
-    squares: dict[str, Tensor] | None
+    gradients: GradientFigures | None
 
 
 @dataclass
@@ -158,7 +159,7 @@ class Runtime(Protocol):
     def step(self, window: LocalBatch, *, want_norm: bool = False) -> LocalStep: ...
 
     def probe(self, window: LocalBatch) -> Probe:
-        """Compute loss and gradients without dropout, and leave the state as it was. Not under strategies over RPC."""
+        """Compute loss and gradients without dropout, and leave the state as it was. Strategies that have `check`."""
         ...
 
     def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:

@@ -33,7 +33,7 @@ def half_gradient_parts(context: RuntimeContext) -> StepParts:
         return ddp
 
     parts = ddp_parts(context, replicate_halved)
-    parts.gradient_squares = None  # rounded
+    parts.gradient_figures = None  # rounded
     parts.traffic = lambda: {"gradients": traffic_of(wire)}
     return parts
 
@@ -41,7 +41,7 @@ def half_gradient_parts(context: RuntimeContext) -> StepParts:
 def compressed_parts(context: RuntimeContext) -> StepParts:
     """Without DDP: backward leaves each rank its own gradients, and a `GradientExchange` reduces them."""
     parts = whole_model_parts(context)
-    parts.gradient_squares = None  # each rank has the gradient of its own share
+    parts.gradient_figures = None  # each rank has the gradient of its own share
     with context.world.tensors.mode():
         exchange = make_exchange(
             context.config, context.world, context.optimizer, context.trainable, context.total_steps

@@ -25,7 +25,7 @@ from rung.runtime.weights import gathered_weights
 
 def local_steps_parts(context: RuntimeContext) -> StepParts:
     parts = whole_model_parts(context)
-    parts.gradient_squares = None  # each rank has the gradient of its own share
+    parts.gradient_figures = None  # each rank has the gradient of its own share
     config, world = context.config, context.world
     outer = OuterStep(config.outer_lr, config.outer_momentum) if config.outer == "diloco" else None
     with world.tensors.mode():

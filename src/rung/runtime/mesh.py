@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rung.data.batch_shard import MicroBatch
 from rung.distributed.ddp import replicate
-from rung.parallel.gradients import norms_by_name
+from rung.parallel.gradients import gradient_figures
 from rung.parallel.sharding import average_whole, set_gradient_sync
 from rung.parallel.tensor.apply import reduce_partial_gradients
 from rung.runtime.context import RuntimeContext
@@ -55,7 +55,7 @@ def whole_model_parts(
         float(layout.num_data_ranks),
         partial(gathered_weights, context),
         gradient_finalizers(context),
-        gradient_squares=partial(norms_by_name, context.trainable),
+        gradient_figures=partial(gradient_figures, context.trainable, context.world.device),
     )
 
 

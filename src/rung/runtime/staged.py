@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rung.data.batch_shard import MicroBatch
 from rung.parallel import own_stages
-from rung.parallel.gradients import global_norm, norms_by_name
-from rung.parallel.materialize import is_absent
+from rung.parallel.gradients import global_norm, gradient_figures
 from rung.parallel.pipeline.partition import Stages, crossing
 from rung.parallel.pipeline.schedule import Chunk
 from rung.runtime.context import RuntimeContext
@@ -55,9 +54,7 @@ class StagedModel:
             self._named_weights,
             [*gradient_finalizers(self._context), self._ties.sum_gradients],
             counted_elsewhere=self._ties.counted_elsewhere,
-            gradient_squares=functools.partial(
-                norms_by_name, [(n, p) for n, p in self._context.trainable if not is_absent(p)]
-            ),
+            gradient_figures=functools.partial(gradient_figures, self._context.trainable, self._context.world.device),
         )
 
     # -- computations of a stage --------------------------------------------------------------------------------

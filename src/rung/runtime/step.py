@@ -19,6 +19,7 @@ from torch import Tensor
 from rung.data.batch_shard import LocalBatch, MicroBatch
 from rung.data.rng import DeviceGenerators
 from rung.parallel.dropout import NoDropout, turn_off_dropout
+from rung.parallel.gradients import GradientFigures
 from rung.parallel.pipeline.schedule import Stage
 from rung.runtime.base import LocalStep, Probe, ReplicaThreads, Traffic
 from rung.runtime.context import ContextRuntime, RuntimeContext
@@ -68,8 +69,8 @@ class StepParts:
     stages: Sequence[Stage] = ()
     replica_threads: ReplicaThreads | None = None
     traffic: Callable[[], dict[str, Traffic]] = dict
-    # Squared norms of the gradients after backward, by name; None if those are not of the global loss.
-    gradient_squares: Callable[[], dict[str, Tensor]] | None = None
+    # Figures of the gradients after backward; None if those are not of the global loss.
+    gradient_figures: Callable[[], GradientFigures] | None = None
     further_bytes: Callable[[], dict[str, int]] = dict  # kept between steps, by kind
     device_0_bytes: Callable[[], dict[str, int]] = dict
 
@@ -105,7 +106,7 @@ class StepRuntime(ContextRuntime):
         return LocalStep(loss_share, norm, rate)
 
     def probe(self, window: LocalBatch) -> Probe:
-        context, squares = self.context, self.parts.gradient_squares
+        context, figures = self.context, self.parts.gradient_figures
         kept = ModuleState(self.model)
         generators, scaler = DeviceGenerators(self.world.device), context.scaler
         context.scaler, context.is_probing = None, True
@@ -113,7 +114,7 @@ class StepRuntime(ContextRuntime):
         try:
             with self._computing(window), NoDropout():
                 loss_share = self._run_passes(window)
-                return Probe(loss_share, squares() if squares is not None else None)
+                return Probe(loss_share, figures() if figures is not None else None)
         finally:
             context.scaler, context.is_probing = scaler, False
             self._probe_traffic = copy.deepcopy(self.parts.traffic())

@@ -25,6 +25,7 @@ from rung.distributed.torch_private import TorchDispatchMode
 from rung.distributed.world import World
 from rung.errors import DataError, ModelError, RungError, TaskError
 from rung.parallel.batchnorm import batch_norms
+from rung.parallel.gradients import GradientFigures
 from rung.runtime import Runtime, build_runtime
 from rung.runtime.base import Probe
 from rung.spec.abilities import can
@@ -49,10 +50,12 @@ _WAY_OUT = "--no-check trains in spite of it."
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a few samples: the loss, and each parameter's squared norm of the gradient if all ranks have that."""
+    """Of a few samples: the loss, and by name each gradient's squared norm and elements of a few, if ranks have the
+    gradients of the global loss."""
 
     loss: float
     squares: dict[str, float] | None
+    elements: dict[str, list[float]]
 
     @property
     def norm(self) -> float | None:
@@ -218,9 +221,8 @@ class _Reference:
         with _NoCollectives():  # type: ignore[no-untyped-call]
             probe = runtime.probe(next(iter(runtime.place(self._samples.whole(halves=halves)))))
         generators.restore()
-        squares = probe.squares
-        assert squares is not None
-        return Figures(float(probe.loss_share), {name: float(value) for name, value in squares.items()})
+        assert probe.gradients is not None
+        return Figures(float(probe.loss_share), *_numbers(probe.gradients))
 
     def _built(self) -> Runtime:
         if isinstance(self._runtime, Exception):
@@ -297,9 +299,22 @@ def _differences(ours: Figures, alone: Figures, tolerances: tuple[float, float, 
             mine, here = math.sqrt(ours.squares.get(name, 0.0)), math.sqrt(square)
             ratio = abs(mine - here) / max(here, _MATTERS * norm, 1e-300) / tolerances[2]
             found.append((ratio, f"that of {name} is {mine:.6g}, alone {here:.6g}"))
+        for name, apart in _elements_apart(ours, alone).items():
+            found.append(
+                (apart / tolerances[2], f"elements of the gradient of {name} are off by {apart:.2g} of its norm")
+            )
     # What is compared with is finite, so a ratio that is nan is a difference.
     found = [(math.inf if math.isnan(ratio) else ratio, words) for ratio, words in found]
     return [words for ratio, words in sorted(found, key=lambda pair: -pair[0]) if ratio > 1]
+
+
+def _elements_apart(ours: Figures, alone: Figures) -> dict[str, float]:
+    """How far drawn elements of a few gradients are apart, relative to their norm."""
+    found = {}
+    for name in ours.elements.keys() & alone.elements.keys():
+        size = max(math.hypot(*alone.elements[name]), _MATTERS * (alone.norm or 0.0), 1e-300)
+        found[name] = math.dist(ours.elements[name], alone.elements[name]) / size
+    return found
 
 
 def _relative(ours: float, alone: float, scale: float = 0.0) -> float:
@@ -311,7 +326,7 @@ def _largest(ours: Figures, alone: Figures) -> float:
     found = [_relative(ours.loss, alone.loss, 1e-2 * norm)]
     if ours.norm is not None:
         found.append(_relative(ours.norm, norm))
-    return max(found)
+    return max(*found, *_elements_apart(ours, alone).values(), 0.0)
 
 
 def _is_rounding(reference: _Reference, ours: Figures, alone: Figures) -> bool:
@@ -353,12 +368,22 @@ def _something_else(different: list[str]) -> _Verdict:
 
 
 def _over_ranks(world: World, probe: Probe) -> Figures:
-    own = None if probe.squares is None else {name: float(square) for name, square in probe.squares.items()}
+    own = None if probe.gradients is None else _numbers(probe.gradients)
     rows = world.gather_objects([float(probe.loss_share), own])
-    squares: dict[str, float] | None = {}
+    loss = sum(share for share, _ in rows)
+    squares: dict[str, float] = {}
+    elements: dict[str, list[float]] = {}
     for _, found in rows:
-        squares = None if found is None or squares is None else squares | found
-    return Figures(sum(loss for loss, _ in rows), squares)
+        if found is None:
+            return Figures(loss, None, {})
+        squares |= found[0]
+        elements |= found[1]
+    return Figures(loss, squares, elements)
+
+
+def _numbers(gradients: GradientFigures) -> tuple[dict[str, float], dict[str, list[float]]]:
+    squares = {name: float(square) for name, square in gradients.squares.items()}
+    return squares, {name: drawn.tolist() for name, drawn in gradients.elements.items()}
 
 
 def _digest(window: LocalBatch) -> list[float]:

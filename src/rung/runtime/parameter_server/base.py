@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rung.data.batch_shard import LocalBatch
 from rung.distributed.torch_private import sparse_parts
-from rung.parallel.gradients import clip, global_norm, norms_by_name
+from rung.parallel.gradients import clip, global_norm, gradient_figures
 from rung.parallel.materialize import is_absent
 from rung.runtime.base import LocalStep, Probe
 from rung.runtime.context import ContextRuntime, RuntimeContext
@@ -98,11 +98,11 @@ class ServerRuntime(ContextRuntime):
         own = [(name, p) for name, p in self.context.trainable if not is_absent(p)]
         with self.clock.begin(0.0):
             self._endpoint.collect(self.context.parameters)
-            squares = norms_by_name(own)
+            figures = gradient_figures(self.context.trainable, self.world.device)
             for _, parameter in own:
                 parameter.grad = None
             self._endpoint.answer(self.context.parameters)
-        return Probe(torch.zeros((), device=self.world.device), squares)
+        return Probe(torch.zeros((), device=self.world.device), figures)
 
     @torch.no_grad()
     def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:

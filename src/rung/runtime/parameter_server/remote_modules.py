@@ -24,8 +24,8 @@ from rung.distributed.world import World
 from rung.errors import ModelError, TaskError, nearest
 from rung.parallel.batchnorm import batch_norms
 from rung.parallel.dropout import NoDropout
-from rung.parallel.gradients import global_norm, norms_by_name
-from rung.parallel.materialize import Weights, is_absent
+from rung.parallel.gradients import GradientFigures, global_norm, gradient_figures
+from rung.parallel.materialize import Weights
 from rung.runtime.base import Runtime, Traffic
 from rung.runtime.context import RuntimeContext
 from rung.runtime.mesh import mesh_parts
@@ -301,12 +301,12 @@ class FinishStep:
                 answer.wait()
         return norm
 
-    def finish_probe(self) -> dict[str, Tensor]:
+    def finish_probe(self) -> GradientFigures:
         """Let the servers compute the gradients of the remote modules; here are those of the dense layers."""
         world = self._context.world
         for done in [world.calls.start(server, finish_there) for server in range(world.layout.servers)]:
             done.wait()
-        return norms_by_name([(name, p) for name, p in self._context.trainable if not is_absent(p)])
+        return gradient_figures(self._context.trainable, world.device)
 
     def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Dense layers are equal on all trainers: only the first adds theirs."""
@@ -319,7 +319,7 @@ def module_trainer_parts(context: RuntimeContext) -> StepParts:
     parts = mesh_parts(context)
     calls = ModuleCalls(context)
     parts.update = finish = FinishStep(context)
-    parts.gradient_squares = finish.finish_probe
+    parts.gradient_figures = finish.finish_probe
     parts.finalizers.append(calls.wait_for_backward)
     parts.named_weights = partial(trainer_weights, context)
     parts.traffic = lambda: calls.traffic

@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from rung.distributed.rpc import async_execution, served
 from rung.distributed.world import World
+from rung.parallel.gradients import GradientFigures
 from rung.parallel.materialize import Weights
 from rung.runtime.base import Runtime, Traffic
 from rung.runtime.context import RuntimeContext
@@ -103,7 +104,7 @@ def sync_trainer_parts(context: RuntimeContext) -> StepParts:
     parts = whole_model_parts(context)
     push_and_pull = PushAndPull(context)
     parts.update = push_and_pull
-    parts.gradient_squares = push_and_pull.push_for_probe
+    parts.gradient_figures = push_and_pull.push_for_probe
     parts.averaging = 1.0  # servers sum the gradients, without a mean
     parts.named_weights = partial(trainer_weights, context)
     parts.traffic = lambda: push_and_pull.traffic
@@ -144,11 +145,11 @@ class PushAndPull:
         context.updates.end()
         return norm
 
-    def push_for_probe(self) -> dict[str, Tensor]:
-        """Let the servers sum the gradients; they tell the norms, and update nothing."""
+    def push_for_probe(self) -> GradientFigures:
+        """Let the servers sum the gradients; they tell the figures, and update nothing."""
         for future in self._push():
             future.wait()
-        return {}
+        return GradientFigures()
 
     def _push(self) -> list[Future[list[Tensor]]]:
         world, futures = self._context.world, []
