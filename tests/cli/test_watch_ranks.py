@@ -19,8 +19,8 @@ from rung.cli.main import main
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import open_world
 from rung.spec.strategy import parse
-from rung.train.metrics import committed
 from rung.train.profiler import Profiler
+from tests.metrics_file import committed
 
 RUNG = [sys.executable, "-m", "rung"]
 # One rank is late by 200 ms in backward, another by 150 ms in its loader.

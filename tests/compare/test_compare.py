@@ -280,7 +280,7 @@ def test_a_row_that_cannot_be_planned_keeps_what_was_measured(monkeypatch: pytes
     def breaks(*args: Any, **kwargs: Any) -> None:
         raise TypeError("not like that")
 
-    for step in ("dry_run", "messages_of"):
+    for step in ("dry_run", "Predictor._peak"):
         with monkeypatch.context() as patch:
             patch.setattr(f"rung.compare.predict.{step}", breaks)
             found = Predictor(TASKS["recurrent"](), "cpu").predict(make_variant("ddp", 2, CONFIG), None)

@@ -28,8 +28,8 @@ from rung.checkpoint.survey import CheckpointLocation, survey
 from rung.data.permutation import Permutation
 from rung.distributed.status_board import RankStatus, read_statuses
 from rung.errors import RESUME_EXIT_CODE
-from rung.train.metrics import committed
 from tests.launcher import WarmLauncher
+from tests.metrics_file import committed
 
 TASK = Path(__file__).parent / "task.py"
 NUM_SAMPLES, BATCH, EPOCHS = 103, 10, 4

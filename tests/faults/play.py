@@ -11,7 +11,6 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from rung.train.metrics import committed
 from tests.faults.harness import (
     Launched,
     arguments_for,
@@ -25,6 +24,7 @@ from tests.faults.kinds import CONTINUE, EITHER, KINDS, RESTART, Kind, Missed
 from tests.faults.plans import NUM_EPOCHS, NUM_STEPS, SETTINGS, JobPlan, PlannedFault, Row
 from tests.faults.scene import Event, Fault, Scene, opened
 from tests.launcher import WarmLauncher
+from tests.metrics_file import committed
 
 _FAULT_SECONDS = 60.0  # to recover from one
 _JOB_SECONDS = 90.0  # to come to the end after the last one

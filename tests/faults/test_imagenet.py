@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from rung.spec.config import resolve
 from rung.spec.task import load_task
-from rung.train.metrics import committed
 from rung.train.worker import RankJob, worker
 from tests.faults.harness import COMPARABLE, Launched
 from tests.marks import slow
+from tests.metrics_file import committed
 from tests.tasks import EXAMPLES
 
 MISSING = [name for name in ("torchvision", "timm") if importlib.util.find_spec(name) is None]

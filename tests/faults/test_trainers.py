@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rung.distributed.status_board import RankStatus, StatusBoard
-from rung.train.metrics import committed
 from tests.launcher import Outcome, WarmLauncher, assert_soon
+from tests.metrics_file import committed
 
 # Large enough that a push takes a while, and slow enough that there is something to interrupt.
 TASK = """

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import rung
-from rung.train.metrics import committed
 from tests.launcher import Outcome, WarmLauncher
 from tests.marks import slow
+from tests.metrics_file import committed
 
 TASK = """
 import os

@@ -18,7 +18,6 @@ from rung.data.batch_shard import LocalBatch
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World
 from rung.planner.recorder import Message, Recorder
-from rung.planner.trace import Sent, Trace
 from rung.runtime.base import Runtime
 
 Intervals = list[tuple[float, float]]
@@ -97,11 +96,6 @@ def _kernel_times(runtime: Runtime, window: LocalBatch) -> tuple[Intervals, Inte
 
 def _length(intervals: Iterable[tuple[float, float]]) -> float:
     return seconds_outside(intervals, [])
-
-
-def messages_of(trace: Trace, start: int) -> list[Message]:
-    """The messages of a trace from its event number `start` on."""
-    return [event.message for event in trace.events[start:] if isinstance(event, Sent)]
 
 
 def tally(messages: list[Message]) -> list[MessageTally]:

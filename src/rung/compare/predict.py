@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rung.compare.follow import messages_of
 from rung.compare.variants import Variant
 from rung.errors import RungError
 from rung.hardware.cluster import Cluster
@@ -54,7 +53,7 @@ class Predictor:
             figures: dict[str, Any] = {
                 "step_seconds": None,
                 "peak_bytes": max(self._peak(run, cluster) for run in runs),
-                "bytes_per_step": sum(one.num_bytes for one in messages_of(runs[0].trace, runs[0].second_step)),
+                "bytes_per_step": sum(one.num_bytes for one in runs[0].trace.messages(runs[0].second_step)),
             }
             why_not = self._why_no_time(variant, cluster)
             if why_not is None and cluster is not None:

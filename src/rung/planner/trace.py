@@ -89,5 +89,6 @@ class Trace:
     def works(self) -> list[Work]:
         return [event for event in self.events if isinstance(event, Work)]
 
-    def messages(self) -> list[Message]:
-        return [event.message for event in self.events if isinstance(event, Sent)]
+    def messages(self, start: int = 0) -> list[Message]:
+        """Those from the event number `start` on."""
+        return [event.message for event in self.events[start:] if isinstance(event, Sent)]

@@ -181,7 +181,7 @@ class JsonLines:
     """metrics.jsonl: one object a line, for steps, evaluations and checkpoints.
 
     The file is append-only. A resumed run repeats the steps after its checkpoint, so the same step may appear again
-    later in the file; `committed` keeps the last one.
+    later in the file; readers keep the last one.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
@@ -240,20 +240,6 @@ class JsonLines:
             if not self._has_warned:
                 log.warning("metrics.jsonl cannot be written: %s. It is tried again.", reason(error))
             self._has_warned = True
-
-
-def committed(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without the steps that a resumed run repeated: the last occurrence counts."""
-    rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if row["event"] in ("start", "resume"):
-            reached = row.get("step", 0)
-            rows = [kept for kept in rows if kept["event"] in ("start", "resume") or kept.get("step", 0) <= reached]
-        if row["event"] == "eval":  # an interrupted or unsaved evaluation is repeated
-            rows = [kept for kept in rows if kept["event"] != "eval" or kept["step"] != row["step"]]
-        rows.append(row)
-    return rows
 
 
 def _end_line(path: Path) -> None:

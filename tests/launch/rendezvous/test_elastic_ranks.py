@@ -20,8 +20,8 @@ import pytest
 
 from rung.cli.main import main
 from rung.distributed.status_board import RankStatus, StatusBoard
-from rung.train.metrics import committed
 from tests.launcher import Command, Outcome, WarmLauncher, assert_soon
+from tests.metrics_file import committed
 
 TASK = """
 import os, pathlib, signal, time

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 import rung
 from rung.cli.main import main
 from rung.errors import RESUME_EXIT_CODE
-from rung.train.metrics import committed
 from tests.faults.hosts import Hosts
 from tests.marks import slow
+from tests.metrics_file import committed
 from tests.pods import Cluster, can_run_pods
 
 pytestmark = pytest.mark.skipif(not can_run_pods(), reason="pods need network namespaces, and so root")
