@@ -2,8 +2,9 @@
 
 python -m benchmarks.checks
 
-Two ranks train the GPT example. Measured are the median time of a step, the time of the check before the first step in
-steps, and what one comparison of replicas adds to the steps between two of them (`check_every`).
+Two ranks train the GPT example. Measured are the median time of a step; by how much later the first step ends with the
+check before it than without, in steps (a first step takes longer than later ones, and the check has done a part of that
+already); and what one comparison of replicas adds to the steps between two of them (`check_every`).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from rung.train.first_step import check_first_step
 from rung.train.replica_check import ReplicaCheck
 from rung.train.worker import make_batches
 
-_STEPS, _REPEATS = 40, 20
+_STEPS, _REPEATS, _STARTS = 40, 20, 5
 
 
-def measure(path: str, strategy: str) -> dict[str, float]:
-    """Seconds of a step, of the first check and of one comparison, on this rank."""
+def measure_start(path: str, strategy: str, check: bool) -> float:
+    """Seconds from a built runtime to the end of the first step, on this rank."""
     task = load_task(path)
-    config = resolve(task, flags={"steps": _STEPS, "strategy": strategy}).config
+    config = resolve(task, flags={"steps": _STEPS, "strategy": strategy, "check": check}).config
     layout = parse(strategy, environment_size(), environment_local_size())
     with open_world(layout, device="cpu", timeout_seconds=300) as world:
         batches = make_batches(task, config, world)
@@ -44,8 +45,19 @@ def measure(path: str, strategy: str) -> dict[str, float]:
         world.barrier()
         started = time.perf_counter()
         check_first_step(runtime, task, config, batches)
+        runtime.step(next(iter(runtime.place(batches))))
         world.barrier()
-        first = time.perf_counter() - started
+        return time.perf_counter() - started
+
+
+def measure(path: str, strategy: str) -> dict[str, float]:
+    """Seconds of a step and of one comparison, on this rank."""
+    task = load_task(path)
+    config = resolve(task, flags={"steps": _STEPS, "strategy": strategy}).config
+    layout = parse(strategy, environment_size(), environment_local_size())
+    with open_world(layout, device="cpu", timeout_seconds=300) as world:
+        batches = make_batches(task, config, world)
+        runtime = build_runtime(task, world, config, total_steps=batches.total_steps, dataset=batches.dataset)
         steps = []
         for window in runtime.place(batches):
             started = time.perf_counter()
@@ -61,7 +73,6 @@ def measure(path: str, strategy: str) -> dict[str, float]:
             comparisons.append(time.perf_counter() - started)
     return {
         "step_seconds": statistics.median(steps[5:]),
-        "first_check_seconds": first,
         "comparison_seconds": statistics.median(comparisons),
         "check_every": float(config.check_every),
     }
@@ -81,7 +92,13 @@ def main() -> int:
     }
     for strategy in options.strategies:
         found = on_ranks(measure, 2, options.task, strategy, threads=1, timeout=300.0)[0]
-        found["first_check_in_steps"] = found["first_check_seconds"] / found["step_seconds"]
+        starts: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(_STARTS):
+            for check, seconds in starts.items():
+                seconds += on_ranks(measure_start, 2, options.task, strategy, check, threads=1, timeout=300.0)[:1]
+        without, with_check = (statistics.median(seconds) for seconds in starts.values())
+        found |= {"first_step_seconds": without, "first_step_with_check_seconds": with_check}
+        found["first_check_in_steps"] = (with_check - without) / found["step_seconds"]
         found["comparison_share"] = found["comparison_seconds"] / (found["check_every"] * found["step_seconds"])
         content["strategies"][strategy] = found
         print(

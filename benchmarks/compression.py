@@ -31,7 +31,7 @@ from rung.spec.strategy import parse
 from rung.spec.task import load_task
 from rung.system.launcher_env import environment_rank
 from rung.train.loop import Outputs, run
-from rung.train.metrics import StepRecord
+from rung.train.records import StepRecord
 from rung.train.worker import make_batches, make_eval_batches
 
 _TASK = "examples/gpt"

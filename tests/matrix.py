@@ -9,8 +9,8 @@ from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout, parse
 
 MODELS = {"babycnn": "BabyCNN, batch norm sync", "gpt": "GPT, tied weights"}
-BATCH_SIZE = 25  # of 103 samples: ragged on every number of ranks, and a last window of 3
-GLOBAL_MICRO_BATCH = 12  # three micro-batches of 12, 12 and 1: the last is empty on all ranks but one
+BATCH_SIZE = 49  # of 103 samples: ragged on every number of ranks, and a last window of 5
+GLOBAL_MICRO_BATCH = 24  # three micro-batches of 24, 24 and 1: the last is empty on all ranks but one
 
 # Strategies that take any number of processes, and with how many they are run.
 FREE = {

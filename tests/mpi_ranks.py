@@ -207,5 +207,5 @@ def parity_config(strategy: str) -> RunConfig:
     layout = parse(strategy, environment_size())
     micro = max(1, GLOBAL_MICRO_BATCH // layout.num_data_ranks)
     return RunConfig(
-        batch_size=BATCH_SIZE, micro_batch=micro, steps=5, precision="fp64", clip=1.0, device="cpu", backend="mpi"
+        batch_size=BATCH_SIZE, micro_batch=micro, steps=3, precision="fp64", clip=1.0, device="cpu", backend="mpi"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +103,12 @@ def with_rung(make_task: Any, strategy: str, config: RunConfig) -> Outcome:
         # Through numpy: tensors would travel between processes by file descriptors that die with the rank.
         outcome.state = {name: value.numpy() for name, value in runtime.named_weights()}
     return outcome
+
+
+def with_rung_traced(make_task: Any, strategy: str, config: RunConfig) -> Outcome:
+    """`with_rung`, with all of torch.compile but the generated code, for which a C++ compiler takes half a minute."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # this process is the rank's own
+    return with_rung(make_task, strategy, config)
 
 
 def largest_difference(one: Outcome, other: Outcome) -> float:

@@ -17,7 +17,7 @@ from rung.distributed.world import World
 from rung.runtime import build_runtime
 from rung.spec.config import resolve
 from rung.train.loop import Outputs, run
-from rung.train.metrics import EvalRecord, StepRecord
+from rung.train.records import EvalRecord, StepRecord
 from rung.train.worker import make_batches
 
 

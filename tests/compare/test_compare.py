@@ -24,7 +24,7 @@ from rung.compare.view import bar, show
 from rung.errors import ConfigError, StrategyError
 from rung.launch.spawn import RankFailedError
 from rung.spec.config import RunConfig
-from rung.train.metrics import StepRecord
+from rung.train.records import StepRecord
 from tests.comparison import sample
 from tests.tasks import TASKS
 

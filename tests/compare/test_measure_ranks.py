@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rung.compare.measure import RankProfile, profile_steps
 from rung.spec.config import RunConfig
-from rung.train.worker import RankJob
+from rung.train.job import RankJob
 from tests.harness import on_ranks
 from tests.tasks import EXAMPLES
 

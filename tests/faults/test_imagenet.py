@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from rung.spec.config import resolve
 from rung.spec.task import load_task
-from rung.train.worker import RankJob, worker
+from rung.train.job import RankJob
+from rung.train.worker import worker
 from tests.faults.harness import COMPARABLE, Launched
 from tests.marks import slow
 from tests.metrics_file import committed

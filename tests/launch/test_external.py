@@ -17,7 +17,7 @@ from rung.distributed import store
 from rung.distributed.devices import choose_backend, choose_device
 from rung.distributed.mpi import backend
 from rung.errors import ConfigError, EnvironmentProblem, StrategyError
-from rung.launch.external import fit_to_launcher, resolve_external_layout
+from rung.launch.external_settings import fit_to_launcher, resolve_external_layout
 from rung.spec.compatibility import validate_config
 from rung.spec.config import Resolved, RunConfig
 from rung.spec.strategy import parse

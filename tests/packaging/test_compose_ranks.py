@@ -14,6 +14,7 @@ import yaml
 
 from tests.faults.hosts import Hosts
 from tests.launch.submit.test_kubernetes_ranks import assert_trained, hosts, hurry, known, task, wait_for_nap, worlds  # noqa: F401
+from tests.marks import slow
 from tests.pods import Cluster, Pod, PodPlan, can_run_pods
 
 pytestmark = pytest.mark.skipif(not can_run_pods(), reason="containers need network namespaces, and so root")
@@ -51,11 +52,13 @@ def container_of(service: dict[str, Any], name: str, known_as: str | None) -> Po
     return PodPlan(name, known_as, {"containers": [container], "volumes": volumes, "securityContext": rights}, {})
 
 
-def test_three_workers_one_killed_and_one_added(
+@pytest.mark.parametrize("loses", [False, slow(True)], ids=["all stay", "one is killed, and one comes"])
+def test_the_services_train(
     tmp_path: Path,
     task: Path,  # noqa: F811
     known: dict[str, torch.Tensor],  # noqa: F811
     hosts: Hosts,  # noqa: F811
+    loses: bool,
 ) -> None:
     services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     with Cluster(tmp_path, [], hosts) as cluster:
@@ -67,10 +70,11 @@ def test_three_workers_one_killed_and_one_added(
         workers = [_start(cluster, services, number) for number in range(services["worker"]["deploy"]["replicas"])]
         cluster.wait(lambda: 3 in worlds(cluster), "three workers")
         wait_for_nap(cluster)
-        workers[1].kill()
-        cluster.wait(lambda: worlds(cluster)[-1] == 2, "two workers")
-        workers[1] = _start(cluster, services, 3)
-        cluster.wait(lambda: worlds(cluster)[-1] == 3, "three workers again")
+        if loses:
+            workers[1].kill()
+            cluster.wait(lambda: worlds(cluster)[-1] == 2, "two workers")
+            workers[1] = _start(cluster, services, 3)
+            cluster.wait(lambda: worlds(cluster)[-1] == 3, "three workers again")
         hurry(cluster)
         cluster.wait(lambda: None not in [pod.exit_code() for pod in [*workers, rendezvous]], "the end")
         assert [pod.exit_code() for pod in [*workers, rendezvous]] == [0, 0, 0, 0], cluster.output()

@@ -21,7 +21,7 @@ from rung.system.launcher_env import environment_size
 from rung.train.worker import make_batches
 from tests.harness import RankFailed, on_ranks
 from tests.marks import slow
-from tests.parity import by_hand, largest_difference, with_rung
+from tests.parity import by_hand, largest_difference, with_rung, with_rung_traced
 from tests.tasks import TASKS, TinyGPT, text_task
 
 
@@ -81,12 +81,18 @@ def test_fewer_samples_than_stages_or_ranks(strategy: str, batch_size: int) -> N
     assert difference(strategy, "text", batch_size=batch_size, micro_batch=1) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", [slow("tp2"), "pp2", slow("pp2,fsdp2"), slow("fsdp2,tp2")])
-def test_compiled_blocks(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "run"),
+    [
+        ("pp2", with_rung_traced),
+        *(slow(strategy, with_rung) for strategy in ("tp2", "pp2", "pp2,fsdp2", "fsdp2,tp2")),
+    ],
+)
+def test_compiled_blocks(strategy: str, run: Any) -> None:
     config = RunConfig(batch_size=24, micro_batch=6, steps=3, precision="fp64", compile=True, device="cpu")
     layout = parse(strategy, required_num_ranks(strategy) or 2)
     expected = by_hand(TASKS["gpt"](), config, 6 * layout.num_data_ranks)
-    found = on_ranks(with_rung, layout.num_ranks, TASKS["gpt"], strategy, config, timeout=600)
+    found = on_ranks(run, layout.num_ranks, TASKS["gpt"], strategy, config, timeout=600)
     assert largest_difference(expected, found[0]) < 1e-9
 
 

@@ -1,4 +1,4 @@
-"""Every strategy gives the numbers of one process: float64, SGD with momentum and parameter groups, after 7 steps."""
+"""Every strategy gives the numbers of one process: float64, SGD with momentum and parameter groups, over an epoch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.tasks import TASKS
     "row", [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.is_slow else []) for row in ROWS]
 )
 def test_strategy_matches_one_process(row: Row) -> None:
-    # Five steps are an epoch, the last of them short. Seven go on into the next.
-    steps = 5 if row.layout.is_composed else 7
+    # Three steps are an epoch, the last of them short. Four go on into the next.
+    steps = 3 if row.layout.is_composed else 4
     config = RunConfig(
         batch_size=BATCH_SIZE, micro_batch=row.micro_batch, steps=steps, precision="fp64", clip=0.5, device="cpu"
     )
@@ -49,7 +49,7 @@ def test_strategy_matches_one_process(row: Row) -> None:
 )
 def test_loss_weighted_by_tokens_matches_one_process(strategy: str, micro_batch: int | None) -> None:
     """Padded text: micro-batches count by their tokens, and some have none at all."""
-    config = RunConfig(batch_size=25, micro_batch=micro_batch, steps=5, precision="fp64", clip=0.5, device="cpu")
+    config = RunConfig(batch_size=25, micro_batch=micro_batch, steps=3, precision="fp64", clip=0.5, device="cpu")
     layout = parse(strategy, 4)
     taken = micro_batch_size(config, layout)
     expected = by_hand(TASKS["padded"](), config, None if taken is None else taken * layout.num_data_ranks)
@@ -59,7 +59,7 @@ def test_loss_weighted_by_tokens_matches_one_process(strategy: str, micro_batch:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_three_samples_on_four_ranks(strategy: str) -> None:
-    config = RunConfig(batch_size=3, steps=4, precision="fp64", device="cpu")
+    config = RunConfig(batch_size=3, steps=3, precision="fp64", device="cpu")
     expected = by_hand(TASKS["images"](), config)
     found = on_ranks(with_rung, 4, TASKS["images"], strategy, config)
     assert largest_difference(expected, found[0]) < 1e-9
@@ -78,7 +78,7 @@ def test_adamw_matches_one_process(strategy: str) -> None:
 )
 def test_clipping_far_below_the_norm_scales_by_the_true_one(strategy: str) -> None:
     """At 0.1 every step is clipped: a norm that missed a stage or counted a tied weight twice would show at once."""
-    config = RunConfig(batch_size=24, micro_batch=3, steps=6, precision="fp64", clip=0.1, device="cpu")
+    config = RunConfig(batch_size=24, micro_batch=3, steps=3, precision="fp64", clip=0.1, device="cpu")
     layout = parse(strategy, 4)
     expected = by_hand(TASKS["text"](), config, 3 * layout.num_data_ranks)
     assert min(expected.norms) > 0.1

@@ -32,7 +32,7 @@ from tests.launcher import WarmLauncher
 from tests.marks import slow
 from tests.parallel.pipeline import test_pipeline_ranks as pipelines
 from tests.parallel.pipeline.test_pipeline_ranks import difference_from_one_process
-from tests.parity import with_rung
+from tests.parity import with_rung, with_rung_traced
 from tests.runtime.test_composed_ranks import difference, unused_task
 from tests.tasks import EXAMPLES, TinyGPT, dropping_task, gpt_task, image_task, text_data, text_task
 
@@ -129,9 +129,10 @@ def test_settings(model: str, settings: dict[str, Any]) -> None:
     assert difference("rpc-pp2", model, **settings) < 1e-9
 
 
-def test_compiled_blocks() -> None:
+@pytest.mark.parametrize("run", [with_rung_traced, slow(with_rung)])
+def test_compiled_blocks(run: Any) -> None:
     config = RunConfig(batch_size=24, micro_batch=6, steps=3, precision="fp64", compile=True, device="cpu")
-    found = on_ranks(with_rung, 2, gpt_task, "rpc-pp2", config, timeout=600)
+    found = on_ranks(run, 2, gpt_task, "rpc-pp2", config, timeout=600)
     expected = with_rung(gpt_task, "single", replace(config, compile=False))
     assert found[0].losses == pytest.approx(expected.losses, abs=1e-9)
 

@@ -17,7 +17,8 @@ from rung.runtime.measure import metric_names
 from rung.spec.best_metric import Best, Goal, parse_best, refuse_unknown_metric
 from rung.spec.compatibility import refuse_best_without_evaluation
 from rung.spec.config import RunConfig, resolve
-from rung.train.worker import RankJob, worker
+from rung.train.job import RankJob
+from rung.train.worker import worker
 from tests.made_checkpoints import make_checkpoint, rewrite
 from tests.tasks import image_task
 

@@ -23,7 +23,8 @@ from rung.launch.launcher import _clean_up
 from rung.launch.rendezvous.elastic import retire
 from rung.system import disk, processes
 from rung.train import metrics
-from rung.train.metrics import EvalRecord, JsonLines, TensorBoard
+from rung.train.metrics import JsonLines, TensorBoard
+from rung.train.records import EvalRecord
 from tests.metrics_file import committed
 
 

@@ -12,7 +12,7 @@ import pytest
 from rung.cli.main import main
 from rung.distributed import store
 from rung.errors import ConfigError, EnvironmentProblem
-from rung.launch.external import fit_to_launcher, resolve_external_layout
+from rung.launch.external_settings import fit_to_launcher, resolve_external_layout
 from rung.launch.rendezvous import endpoint
 from rung.launch.rendezvous.topology import apply_cluster_env, find_machines, rank_of_command
 from rung.spec.config import Resolved, RunConfig, resolve

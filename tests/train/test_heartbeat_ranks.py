@@ -46,7 +46,7 @@ def beat_until_stopped(jobs: list[dict[str, Any]], folder: str) -> list[list[int
                 if heartbeat.check() if checks else heartbeat.after_step(call, {"forward": 0.001}):
                     stopped = call
                     break
-            heartbeat.close()
+            heartbeat.settle()
             outcomes.append([stopped, asked])
     return outcomes
 
@@ -117,7 +117,7 @@ def tell_seconds(size: int, strategy: str, slow_rank: int) -> list[Any]:
             if step == 20:
                 found = heartbeat.slow()
         after = heartbeat.slow()
-        heartbeat.close()
+        heartbeat.settle()
         return [lines, found, after, heartbeat.seconds()]
 
 
@@ -132,6 +132,29 @@ def test_every_rank_knows_who_is_slow_and_the_main_one_says_it_once() -> None:
         assert seconds[0]["backward"] == pytest.approx(0.02)
 
 
+def settle_early(size: int) -> list[bool]:
+    with open_world(parse("ddp", size, size), device="cpu") as world:
+        rung.train.heartbeat._EXCHANGE_SECONDS = 0.0  # an exchange in each step, not waited for
+        status = StatusWriter()
+        heartbeat = Heartbeat(world, status)
+        heartbeat.after_step(1, {})
+        if world.rank == 1:
+            status.ask_to_stop()
+            time.sleep(0.1)
+        found = [heartbeat.after_step(2, {})]
+        assert heartbeat._exchange is not None
+        found.append(heartbeat._exchange.pending)
+        heartbeat.settle()
+        found += [heartbeat._exchange.pending, heartbeat.after_step(3, {})]
+        heartbeat.settle()
+        return found
+
+
+def test_an_exchange_that_is_settled_early_counts() -> None:
+    """As before torch's profiler starts or stops. The ranks still decide in the same call."""
+    assert on_ranks(settle_early, 2, 2) == [[False, True, False, True]] * 2
+
+
 def test_one_process_listens_to_its_own_signal_alone() -> None:
     with open_world(parse("single", 1, 1), device="cpu") as world:
         status = StatusWriter()
@@ -140,7 +163,7 @@ def test_one_process_listens_to_its_own_signal_alone() -> None:
         status.ask_to_stop()
         assert heartbeat.after_step(2, {"forward": 1.0}) and heartbeat.check()
         assert heartbeat.slow() == [] and heartbeat.slow_lines() == []
-        heartbeat.close()
+        heartbeat.settle()
 
 
 def test_a_dry_run_sends_no_heartbeat() -> None:
@@ -150,5 +173,5 @@ def test_a_dry_run_sends_no_heartbeat() -> None:
         status.ask_to_stop()
         assert not heartbeat.after_step(1, {}) and not heartbeat.check()
         assert heartbeat.slow_lines() == []
-        heartbeat.close()
+        heartbeat.settle()
     assert not dist.is_initialized()

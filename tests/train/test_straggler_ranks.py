@@ -99,7 +99,7 @@ def name_slow_ranks(strategy: str, slow_rank: int, changes: dict[str, Any]) -> l
                 if [(slow.rank, slow.phase) for slow in heartbeat.slow()] == [(slow_rank, place)]:
                     break
             found.append(([(slow.rank, slow.phase) for slow in heartbeat.slow()], heartbeat.seconds()))
-            heartbeat.close()
+            heartbeat.settle()
     return found
 
 

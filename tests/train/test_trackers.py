@@ -19,7 +19,7 @@ import pytest
 from rung.distributed.live_status import JobSnapshot, RankFigures
 from rung.errors import EnvironmentProblem
 from rung.train import trackers
-from rung.train.metrics import EvalRecord, StepRecord
+from rung.train.records import EvalRecord, StepRecord
 from rung.train.trackers import open_trackers
 
 SETTINGS = {"task": "toy", "config": {"strategy": "ddp", "clip": None}, "arguments": {"model.width": 12}}

@@ -33,9 +33,11 @@ from rung.spec.abilities import can, has_common_steps, works_at_own_pace
 from rung.spec.strategy import parse
 from rung.spec.task import Task
 from rung.system.launcher_env import environment_local_size, environment_rank, environment_size
+from rung.train.job import RankJob
 from rung.train.loop import Outputs, Persistence, run
-from rung.train.metrics import EvalRecord, JsonLines, Observer, StepRecord, peak_memory_bytes
-from rung.train.worker import RankJob, dropout_seed, make_batches, run_facts, work_for_servers
+from rung.train.metrics import JsonLines, Observer, peak_memory_bytes
+from rung.train.records import EvalRecord, StepRecord
+from rung.train.worker import dropout_seed, make_batches, run_facts, work_for_servers
 
 Send = Callable[[Any], None]  # sends a value to the process that started the ranks
 _WARM_STEPS, _STAMPED_STEPS = 2, 5  # of a profile, after the traced steps

@@ -14,7 +14,7 @@ from rung.compare.report.data import KINDS
 from rung.compare.variants import Variant
 from rung.spec.abilities import call_axis, has_common_steps
 from rung.train.heartbeat import PHASES, Peers
-from rung.train.metrics import StepRecord
+from rung.train.records import StepRecord
 
 _NUM_GROUPS = 6  # of steps; a straggler must be slow in most of them
 _FORWARD = ("scatter inputs", "broadcast parameters", "gather outputs")  # dp's exchanges in forward

@@ -19,7 +19,7 @@ from rung.compare.rows import failed_row, loss_difference, make_row, without_inf
 from rung.compare.variants import REFERENCE, Variant
 from rung.launch.spawn import RankFailedError, on_ranks
 from rung.spec.abilities import has_common_steps
-from rung.train.worker import RankJob
+from rung.train.job import RankJob
 
 _WEIGHTS = "model.safetensors"
 _PROFILE_STEPS = 12

@@ -39,7 +39,7 @@ from rung.spec.presets import SCHEDULES, tried
 from rung.spec.strategy import Layout, parse, required_num_ranks
 from rung.spec.task import Task, load_task
 from rung.train.first_step import draws_random_numbers
-from rung.train.worker import RankJob
+from rung.train.job import RankJob
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 OPTIMIZERS = ("sgd", "task")

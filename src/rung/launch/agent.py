@@ -25,7 +25,6 @@ from rung.checkpoint.survey import CheckpointLocation, find_newest
 from rung.distributed.status_board import StatusBoard
 from rung.errors import EnvironmentProblem
 from rung.launch.console import JobConsole
-from rung.launch.entrypoint import WorkerSpec, rank_main
 from rung.launch.rendezvous.elastic import ElasticPolicy, Restarts
 from rung.launch.rendezvous.job_store import LauncherLost
 from rung.launch.rendezvous.rendezvous import Rendezvous
@@ -33,9 +32,10 @@ from rung.launch.rendezvous.round import LauncherResult, Round
 from rung.launch.run_folder import RunFolder
 from rung.launch.signals import Signals, StopRequested
 from rung.launch.worker_monitor import Outcome, WorkerMonitor
-from rung.launch.worker_processes import LEAVE_SECONDS, WorkerProcesses
+from rung.launch.worker_processes import LEAVE_SECONDS, WorkerProcesses, run_rank
+from rung.launch.worker_spec import WorkerSpec
 from rung.spec.strategy import parse
-from rung.train.worker import RankJob
+from rung.train.job import RankJob
 
 _STORE_SECONDS = 20.0  # that the store may be unreachable before the job gives up
 # Variables that the fork server may lack, because the launcher set them after it had started.
@@ -244,7 +244,7 @@ class RankAgent:
         run_id = self._rendezvous.job.handler.run_id
         context = multiprocessing.get_context("forkserver")
         processes: dict[int, BaseProcess] = {
-            rank: context.Process(target=rank_main, args=(_environment(round_, local, run_id), job, spec))
+            rank: context.Process(target=run_rank, args=(_environment(round_, local, run_id), job, spec))
             for local, rank in enumerate(round_.ranks)
         }
         with self._signals.held():  # else a rank that is half started would not be in the list of processes to end

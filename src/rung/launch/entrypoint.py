@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -30,6 +30,7 @@ from rung.launch.console import ATTEMPT_MARK, FAILURE_MARK, WARNING_MARK
 from rung.launch.diagnostics.failure import read_failures, record_failure, release_room, reserve_room
 from rung.launch.diagnostics.stacks import answer_with_stack
 from rung.launch.fork_server import SHIELDED, belong_to_launcher
+from rung.launch.worker_spec import WorkerSpec
 from rung.system.launcher_env import (
     environment_local_size,
     environment_rank,
@@ -39,25 +40,13 @@ from rung.system.launcher_env import (
 )
 from rung.system.network import close_connections
 from rung.system.processes import name_semaphores, num_cores
-from rung.train.worker import FailureContext, RankJob, worker
+from rung.train.job import RankJob
+from rung.train.worker import FailureContext, worker
 
 # How long threads of the task may run after training, to finish writing.
 _THREAD_SECONDS = 5.0
 _LISTEN_SECONDS = 0.2  # between two reads of the launcher's request
 _LOG_WAITING_BYTES = 256 * 1024
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """The world that a rank belongs to; the same for all ranks of this machine."""
-
-    state: str  # the folder of the status board and of failure records
-    size: int  # processes of the job
-    used: int  # processes that train; ranks from here on are spares
-    local_used: int
-    attempt: int
-    interface: str | None  # the network between the machines of the job
-    key: str = field(repr=False)  # with which the ranks of this world sign messages
 
 
 def rank_main(environment: Mapping[str, str], job: RankJob, spec: WorkerSpec) -> NoReturn:

@@ -1,8 +1,7 @@
 """`rung train` as a rank that mpirun, torchrun or srun has started.
 
 Nothing is launched. The ranks agree on the run's directory through a store and train, rank 0 with the console beside
-it, and they monitor each other instead of a launcher. Settings that need Rung's own launcher, such as restarts or a
-range of processes, are refused.
+it, and they monitor each other instead of a launcher.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -24,18 +22,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from rung.distributed.mpi import backend as mpi
 from rung.distributed.status_board import StatusBoard
 from rung.distributed.store import open_store
-from rung.errors import RESUME_EXIT_CODE, ConfigError, EnvironmentProblem, StrategyError
+from rung.errors import RESUME_EXIT_CODE, EnvironmentProblem
 from rung.launch.console import JobConsole
 from rung.launch.diagnostics.failure import release_room, reserve_room
 from rung.launch.diagnostics.stacks import answer_with_stack
 from rung.launch.entrypoint import exit_on_request, flush, redirect_output, report_failure, wait_for_threads
 from rung.launch.peer_monitor import REPORTED, PeerMonitor
 from rung.launch.rendezvous.elastic import ElasticPolicy, announce, retire
-from rung.spec.config import Resolved, RunConfig
-from rung.spec.strategy import Layout, default_name, parse
 from rung.system.launcher_env import (
     LauncherRank,
-    contradiction,
     describe,
     external_attempt,
     ignored_interfaces,
@@ -46,60 +41,11 @@ from rung.system.launcher_env import (
 from rung.system.network import address_among_others, interface_of
 from rung.system.processes import machine_name, parent_has_terminal, share_of_cores
 from rung.system.untrusted import LAYOUT, printable
-from rung.train.loop import Summary
-from rung.train.worker import FailureContext, RankJob, worker
+from rung.train.job import RankJob
+from rung.train.records import Summary
+from rung.train.worker import FailureContext, worker
 
 _FINISH_SECONDS = 10.0
-_SIZE_FLAGS = {"mpirun": "mpirun -n", "torchrun": "torchrun --nproc-per-node", "srun": "srun --ntasks"}
-# Settings that need Rung's own launcher, and their neutral values.
-_LAUNCHERS = {"nnodes": "1", "rdzv": None, "max_restarts": None}
-
-
-# -- settings --------------------------------------------------------------------------------------------------------
-
-
-def fit_to_launcher(resolved: Resolved, place: LauncherRank) -> Resolved:
-    """Refuse settings that contradict the external launcher, and drop those of a resumed run."""
-    if (message := contradiction(place)) is not None:
-        raise ConfigError(message)
-    config = resolved.config
-    dropped: dict[str, Any] = {}
-    for name, nothing in _LAUNCHERS.items():
-        value = getattr(config, name)
-        if value in (nothing, 0):
-            continue
-        if resolved.origins.get(name) != "run":
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value} is for Rung's own launcher. This job was started by "
-                f"{place.launcher}, which decides how many processes there are, and where. Leave it out, or start "
-                f"{_own_launcher(place)}."
-            )
-        dropped[name] = nothing
-    if config.nproc is not None and config.nproc != str(place.local_size):
-        if resolved.origins.get("nproc") != "run":
-            raise ConfigError(
-                f"--nproc {config.nproc} and {place.launcher}'s {place.local_size} "
-                f"process{'es' if place.local_size > 1 else ''} on this machine ({place.size} in all) contradict each "
-                f"other. Leave --nproc out: {place.launcher} has started them."
-            )
-        dropped["nproc"] = None
-    return replace(resolved, config=replace(config, **dropped))
-
-
-def _own_launcher(place: LauncherRank) -> str:
-    if place.launcher != "srun":
-        return "`rung train` by itself"
-    return "one `rung train` on each machine, with srun --ntasks-per-node=1, --nproc N and --nnodes N"
-
-
-def resolve_external_layout(config: RunConfig, place: LauncherRank) -> tuple[str, Layout, ElasticPolicy]:
-    """Strategy, layout and policy of a job whose launcher has fixed the number of ranks."""
-    strategy = config.strategy or default_name(place.size)
-    try:
-        layout = parse(strategy, place.size, place.local_size, config.schedule, config.servers)
-    except StrategyError as error:
-        raise StrategyError(str(error).replace("--nproc", _SIZE_FLAGS[place.launcher])) from None
-    return strategy, layout, ElasticPolicy((place.local_size, place.local_size), grace_seconds=config.grace_seconds)
 
 
 def open_console(place: LauncherRank, file: TextIO) -> Console:

@@ -19,13 +19,13 @@ from rung.launch.rendezvous.elastic import ElasticPolicy, announce, retire
 from rung.launch.signals import Interrupted, Signals
 from rung.system.launcher_env import ignored_interfaces
 from rung.system.processes import refuse_few_files
+from rung.train.job import RankJob
+from rung.train.records import Summary
 
 if TYPE_CHECKING:  # these import torch, which the launcher does later, at the same time as the fork server
     from rung.launch.agent import RankAgent
     from rung.launch.rendezvous.rendezvous import Rendezvous
     from rung.launch.worker_monitor import Outcome
-    from rung.train.loop import Summary
-    from rung.train.worker import RankJob
 
 
 class Stopped(Exception):
@@ -96,8 +96,6 @@ def _clean_up(actions: Iterable[Callable[[], None]], say: Callable[[str], None])
 
 
 def _read_summary(state: Path) -> Summary | None:
-    from rung.train.loop import Summary  # loads torch
-
     path = state / "summary"
     return Summary.from_json(json.loads(path.read_text())) if path.exists() else None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rung.errors import StrategyError
 from rung.launch import resume as old_run
+from rung.launch.external_settings import fit_to_launcher, resolve_external_layout
 from rung.launch.rendezvous.elastic import ElasticPolicy, elastic_policy
 from rung.launch.rendezvous.topology import apply_cluster_env
 from rung.launch.signals import leaving_at_once
@@ -80,21 +81,16 @@ def prepare(
 
 def _load_torch(*, is_launcher: bool) -> None:
     """Import what needs torch now, which takes seconds, while a signal still ends the process at once."""
-    modules = ["rung.launch.external"]
-    if is_launcher:
-        modules += ["rung.launch.agent", "rung.launch.rendezvous.rendezvous", "rung.launch.entrypoint"]
-    for name in modules:
+    for name in ["rung.launch.agent", "rung.launch.rendezvous.rendezvous"] if is_launcher else ["rung.launch.external"]:
         importlib.import_module(name)
 
 
 def _place_ranks(resolved: Resolved, place: LauncherRank | None) -> tuple[Resolved, str, Layout, ElasticPolicy]:
     """Strategy, layout and elastic policy: from the settings, or from the launcher that started this rank."""
-    from rung.launch import external
-
     if place is None:
         return resolved, *resolve_layout(resolved.config)
-    resolved = external.fit_to_launcher(resolved, place)
-    return resolved, *external.resolve_external_layout(resolved.config, place)
+    resolved = fit_to_launcher(resolved, place)
+    return resolved, *resolve_external_layout(resolved.config, place)
 
 
 def _refuse_settings(task: Task, resolved: Resolved, layout: Layout) -> None:

@@ -33,13 +33,13 @@ from rung.spec.version import VERSION
 from rung.system.disk import check_folder, writing
 from rung.system.launcher_env import LauncherRank
 from rung.system.untrusted import printable
+from rung.train.job import RankJob
+from rung.train.records import Summary
 
 # Functions here import modules that load torch themselves, for the reason given in prepare.py.
 if TYPE_CHECKING:
     from rung.launch.external import ExternalJob
     from rung.launch.rendezvous.rendezvous import Rendezvous
-    from rung.train.loop import Summary
-    from rung.train.worker import RankJob
 
 # Settings that may differ between the machines of a job.
 _OWN = ("nproc", "out", "rdzv", "rdzv_key", "workers", "keep", "keep_every")
@@ -188,7 +188,6 @@ def _agree_on_folder(
 
 
 def _job(path: str | Path, plan: PreparedJob, folder: Path, *, is_resumed: bool) -> RankJob:
-    from rung.train.worker import RankJob
 
     arguments = plan.resolved.arguments
     return RankJob(str(Path(path).resolve()), plan.strategy, plan.config, arguments, str(folder), resume=is_resumed)

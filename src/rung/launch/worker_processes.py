@@ -7,17 +7,26 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rung.distributed.status_board import RankStatus, StatusBoard
+from rung.launch.worker_spec import WorkerSpec
 from rung.system.processes import SEMAPHORES, is_running
+from rung.train.job import RankJob
 
 # A finished rank gets this long to exit: its results are written, but threads of the task may still run.
 LEAVE_SECONDS = 10.0
 _PROCESSES, _SHARED_MEMORY = Path("/proc"), Path("/dev/shm")
+
+
+def run_rank(environment: Mapping[str, str], job: RankJob, spec: WorkerSpec) -> NoReturn:
+    """The target of a rank's process."""
+    from rung.launch.entrypoint import rank_main  # what ranks compute with, which the launcher does not load
+
+    rank_main(environment, job, spec)
 
 
 class WorkerProcesses:

@@ -11,7 +11,7 @@ from rung.distributed.world import World
 from rung.errors import NonFiniteError
 from rung.spec.config import RunConfig
 from rung.train.checkpointing import Checkpointing
-from rung.train.metrics import StepRecord
+from rung.train.records import StepRecord
 
 log = logging.getLogger("rung")
 

@@ -143,10 +143,12 @@ class Heartbeat:
         step_seconds = max(row[_SPAN] / row[_BEATS] for row in last)
         return JobSnapshot(step, time.time(), step_seconds, ranks, slow)
 
-    def close(self) -> None:
-        """Finish a pending exchange. All ranks call it: none may leave while another waits in the all-gather."""
+    def settle(self) -> None:
+        """Finish a pending exchange. All ranks call it at the same point: before they leave, since none may while
+        another waits in the all-gather, and before torch's profiler starts or stops, which takes no operation well
+        that began before and ends after."""
         if self._exchange is not None and self._exchange.pending:
-            self._exchange.finish()
+            self._conclude(self._exchange.finish())
 
     def _call(self, *, due: bool) -> bool:
         if self._world.is_dry_run:

@@ -15,33 +15,18 @@ from rung.data.rng import DeviceGenerators
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World
 from rung.runtime import Runtime
-from rung.spec.best_metric import Best
 from rung.spec.config import RunConfig
 from rung.train.checkpointing import Checkpointing
 from rung.train.finite_check import FiniteCheck
 from rung.train.heartbeat import Heartbeat
-from rung.train.metrics import EvalRecord, Observer, PendingFetch, StepBuffer, StepRecord, peak_memory_bytes
+from rung.train.metrics import Observer, PendingFetch, StepBuffer, peak_memory_bytes
 from rung.train.profiler import Profiler
+from rung.train.records import EvalRecord, StepRecord, Summary
 from rung.train.replica_check import ReplicaCheck
 from rung.train.resume_check import ResumeCheck
 from rung.train.same_windows import SameWindows
 
 log = logging.getLogger("rung")
-
-
-@dataclass(frozen=True)
-class Summary:
-    steps: int
-    last: StepRecord | None
-    evaluation: EvalRecord | None
-    stopped: bool = False  # asked to stop early, and the state is saved
-    best: Best | None = None  # evaluation, by the setting keep_best
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Summary:
-        """The inverse of `asdict`."""
-        kinds: dict[str, type] = {"last": StepRecord, "evaluation": EvalRecord, "best": Best}
-        return cls(**{k: kinds[k](**v) if k in kinds and v is not None else v for k, v in fields.items()})
 
 
 @dataclass(frozen=True)
@@ -153,9 +138,9 @@ class _Loop:
 
     def close(self) -> None:
         """Not after an error: all ranks take part."""
+        self._heartbeat.settle()
         if self._profiler is not None:
             self._profiler.finish()
-        self._heartbeat.close()
 
     def _take_step(self, window: LocalBatch, *, is_last: bool) -> bool:
         """Train on one window. Returns whether its figures are to be logged."""
@@ -215,6 +200,8 @@ class _Loop:
         if self._profiler is None:
             return
         with self._heartbeat.paused():
+            if self._profiler.changes_after(step, is_last=is_last):
+                self._heartbeat.settle()
             if self._profiler.between(step, is_last=is_last):
                 self._buffer.skip()  # writing a profile does not count as time of the next step
 

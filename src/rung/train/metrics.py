@@ -29,38 +29,12 @@ from rung.distributed.world import World
 from rung.runtime.base import LocalStep
 from rung.system.disk import reason
 from rung.system.units import human_size
+from rung.train.records import EvalRecord, StepRecord
 
 log = logging.getLogger("rung")
 
 _RETRY_SECONDS = 10.0  # after TensorBoard's files could not be written
 _BLOCK = 2**16  # bytes read at a time
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One step, aggregated over all ranks."""
-
-    step: int
-    epoch: int
-    samples: int
-    loss: float
-    grad_norm: float | None
-    lr: float
-    step_seconds: float
-    samples_per_second: float
-    data_wait_seconds: float  # the longest wait of any rank
-    slowest_reader: int  # the rank with that wait
-    peak_memory_bytes: int  # the maximum over ranks
-    event: str = "step"
-    staleness: int | None = None  # ps-async: updates since the gradient's weights were read
-
-
-@dataclass(frozen=True)
-class EvalRecord:
-    step: int
-    epoch: int
-    metrics: dict[str, float]
-    seconds: float
 
 
 class Observer(Protocol):

@@ -36,15 +36,22 @@ class Profiler:
         self._first = self._last = 0
         self._marks: _Marks | None = None
 
+    def changes_after(self, step: int, *, is_last: bool = False) -> bool:
+        """Whether `between` will start or end the recording."""
+        if self._profile is not None:
+            return step >= self._steps[-1] or is_last
+        return step + 1 in self._steps and not is_last
+
     def between(self, step: int, *, is_last: bool = False) -> bool:
         """Called between `step` and the next. Returns whether it wrote a trace, which takes time."""
+        changes = self.changes_after(step, is_last=is_last)
         if self._profile is not None:
             self._last = step
-            if step >= self._steps[-1] or is_last:
+            if changes:
                 return self.finish()
             assert self._marks is not None
             self._marks.begin_step(step + 1)
-        elif step + 1 in self._steps and not is_last:
+        elif changes:
             self._start(step + 1)
         return False
 

@@ -13,7 +13,7 @@ from rung.distributed.world import World
 from rung.errors import ResumeError
 from rung.spec.abilities import can
 from rung.spec.config import RunConfig
-from rung.train.metrics import StepRecord
+from rung.train.records import StepRecord
 
 log = logging.getLogger("rung")
 

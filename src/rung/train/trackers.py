@@ -23,7 +23,8 @@ from rung.errors import EnvironmentProblem
 from rung.spec.observability import refuse_missing_trackers
 from rung.system.launcher_env import is_in_environment
 from rung.train import metrics
-from rung.train.metrics import EvalRecord, Observer, StepRecord
+from rung.train.metrics import Observer
+from rung.train.records import EvalRecord, StepRecord
 
 log = logging.getLogger("rung")
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from rung.checkpoint import Checkpoint, Position, StorageTopology, is_same_topology, restore, save_weights
 from rung.data.batch_shard import BatchPartition
@@ -30,36 +28,20 @@ from rung.spec.compatibility import half_micro_batch, micro_batch_size
 from rung.spec.config import RunConfig
 from rung.spec.observability import profiled_steps, tracker_names
 from rung.spec.strategy import Layout, parse
-from rung.spec.task import Task, load_task
+from rung.spec.task import Task
 from rung.system.launcher_env import environment_local_size, environment_size
 from rung.train.checkpointing import Checkpointing, find_state, is_protected
 from rung.train.first_step import check_first_step
-from rung.train.loop import Outputs, Persistence, Summary, run
+from rung.train.job import RankJob
+from rung.train.loop import Outputs, Persistence, run
 from rung.train.metrics import JsonLines, LiveFile, Observer, TensorBoard
 from rung.train.oom import is_out_of_memory, memory_lines
 from rung.train.profiler import Profiler
+from rung.train.records import Summary
 from rung.train.resume_check import ResumeCheck
 from rung.train.trackers import open_trackers
 
 log = logging.getLogger("rung")
-
-
-@dataclass(frozen=True)
-class RankJob:
-    """The parameters of a run. The launcher sends it unchanged to each rank's process."""
-
-    task_path: str
-    strategy: str
-    config: RunConfig
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    run_dir: str | None = None
-    resume: bool = False  # from the newest checkpoint of the run directory, if there is one
-    restarted: bool = False  # by the launcher, which has logged that
-    plain_sgd: bool = False  # `verify` replaces the task's optimizer
-
-    def load(self) -> Task:
-        task = load_task(self.task_path).bind(self.arguments)
-        return replace(task, optimizer=_sgd, schedule=None) if self.plain_sgd else task
 
 
 @dataclass
@@ -373,7 +355,3 @@ def _partition(config: RunConfig, world: World) -> BatchPartition:
     return BatchPartition(
         config.batch_size, world.layout.num_data_ranks, world.role.data_rank, micro_batch_size(config, world.layout)
     )
-
-
-def _sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)

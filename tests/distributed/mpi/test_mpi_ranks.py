@@ -97,7 +97,7 @@ def outcome_of(run: Path) -> Outcome:
 
 
 def compare(outcomes: list[dict[str, Outcome]]) -> None:
-    config = RunConfig(batch_size=BATCH_SIZE, steps=5, precision="fp64", clip=1.0)
+    config = RunConfig(batch_size=BATCH_SIZE, steps=3, precision="fp64", clip=1.0)
     reference = by_hand(TASKS["gpt"](), config)
     for strategy, found in outcomes[0].items():
         assert largest_difference(reference, found) < 1e-9, strategy

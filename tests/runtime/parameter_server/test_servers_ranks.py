@@ -17,7 +17,8 @@ from rung.errors import ConfigError, StrategyError
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
 from rung.spec.task import Task, load_task
-from rung.train.worker import RankJob, worker
+from rung.train.job import RankJob
+from rung.train.worker import worker
 from tests.checkpoints import legs
 from tests.harness import RankFailed, on_ranks
 from tests.marks import slow

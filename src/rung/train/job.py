@@ -1,0 +1,38 @@
+"""What a rank is started with. The launcher knows this and nothing of what ranks compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rung.spec.config import RunConfig
+from rung.spec.task import Task, load_task
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """The parameters of a run. The launcher sends it unchanged to each rank's process."""
+
+    task_path: str
+    strategy: str
+    config: RunConfig
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    run_dir: str | None = None
+    resume: bool = False  # from the newest checkpoint of the run directory, if there is one
+    restarted: bool = False  # by the launcher, which has logged that
+    plain_sgd: bool = False  # `verify` replaces the task's optimizer
+
+    def load(self) -> Task:
+        task = load_task(self.task_path).bind(self.arguments)
+        return replace(task, optimizer=_sgd, schedule=None) if self.plain_sgd else task
+
+
+def _sgd(model: nn.Module) -> Optimizer:
+    from torch.optim import SGD  # the commands import this module before torch
+
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
