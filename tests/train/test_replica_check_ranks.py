@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import WarmLauncher
+from tests.marks import slow
 
 # After step 3, on the rank `flips`, one bit of one weight is the other way round.
 TASK = """
@@ -48,19 +49,40 @@ def optimizer(model, flips=-1):
 """
 
 
+# The first and the last stage of a pipeline have a copy of the same weight.
+TIED = TASK.replace("LayerNorm(16), nn.Linear(16, 4)", "Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)")
+TIED = TIED.replace(
+    "def train_data",
+    """made = model
+
+
+def model():
+    found = made()
+    found[3].weight = found[1].weight
+    return found
+
+
+def train_data""",
+)
+
+
 @pytest.mark.parametrize(
     ("strategy", "nproc", "flips", "who"),
     [
         ("ddp", 3, 1, "rank 1 no longer has the weights"),
         ("hsdp2x2", 4, 3, r"ranks 1, 3 should have the same weights"),
         ("tp2", 2, 0, "ranks 0, 1 should have the same weights"),
+        ("pp2", 2, 1, "ranks 0, 1 should have the same weights"),
+        slow("pp2,ddp2", 4, 3, "ranks .* should have the same weights"),
+        slow("rpc-pp2", 2, 1, "ranks 0, 1 should have the same weights"),
     ],
 )
 def test_a_flipped_bit_is_seen_and_named(
     launcher: WarmLauncher, tmp_path: Path, strategy: str, nproc: int, flips: int, who: str
 ) -> None:
-    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "task.py").write_text(TIED if "pp" in strategy else TASK)
     flags = ["--strategy", strategy, "--set", "check_every=7", "--set", f"optimizer.flips={flips}"]
+    flags += ["--set", "split=3"] if "pp" in strategy else []
     outcome = launcher.run(tmp_path, *flags, nproc=nproc)
     assert outcome.code != 0
     assert re.search(rf"after step 7 {who}.*: 1\.weight\.", outcome.output), outcome.output

@@ -21,16 +21,18 @@ def shared_parameters(named: Iterable[tuple[str, nn.Parameter]], layout: Layout)
     found: dict[str, Named] = {}
     for name, parameter in named:
         cut: set[str] = set()
-        local: Tensor = parameter.detach()
         if isinstance(parameter, DTensor):
             axes = parameter.device_mesh.mesh_dim_names or ()
             pairs = zip(axes, parameter.placements, strict=True)
             cut = {axis for axis, placement in pairs if not placement.is_replicate()}
-            local = parameter.to_local().detach()
         for axis in _AXES:
             if layout.axes[axis] > 1 and axis not in cut:
-                found.setdefault(axis, []).append((name, local))
+                found.setdefault(axis, []).append((name, own_part(parameter)))
     return found
+
+
+def own_part(parameter: nn.Parameter) -> Tensor:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def bit_sums(named: Named) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -143,6 +144,8 @@ class Runtime(Protocol):
     clock: PhaseClock
     parameter_slices: Mapping[int, nn.Parameter]  # by a parameter's id: the slice that the optimizer has in its place
     counted_elsewhere: AbstractSet[int]  # ids of parameters that another rank saves
+    # Parameters of which several stages have a copy: name, this rank's copy, the ranks that have one.
+    copies_of_stages: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]
     stages: Sequence[Stage]  # this rank's stages of a pipeline schedule
     replica_threads: ReplicaThreads | None
     rank_state: RankLocalState | None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -126,6 +127,7 @@ class ContextRuntime:
     rank_state: RankLocalState | None = None
     work: Work | None = None
     counted_elsewhere: AbstractSet[int] = frozenset()
+    copies_of_stages: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]] = ()
 
     def __init__(self, context: RuntimeContext) -> None:
         self.context = context

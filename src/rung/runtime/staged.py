@@ -54,6 +54,7 @@ class StagedModel:
             self._named_weights,
             [*gradient_finalizers(self._context), self._ties.sum_gradients],
             counted_elsewhere=self._ties.counted_elsewhere,
+            copies_of_stages=self._ties.copies,
             gradient_figures=functools.partial(gradient_figures, self._context.trainable, self._context.world.device),
         )
 
@@ -144,7 +145,7 @@ class _Ties:
     def __init__(self, context: RuntimeContext, cut: Stages, pipeline: dist.ProcessGroup) -> None:
         world, layout = context.world, context.world.layout
         trainable = dict(context.trainable)
-        self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self.copies: list[tuple[str, nn.Parameter, dist.ProcessGroup]] = []
         self.counted_elsewhere: set[int] = set()
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for name, stages in cut.shared().items():
@@ -158,12 +159,12 @@ class _Ties:
                 continue
             group = groups[ranks]
             assert group is not None
-            self._shared.append((parameter, group))
+            self.copies.append((name, parameter, group))
             if world.role.stage != stages[0] % layout.pp:
                 self.counted_elsewhere.add(id(parameter))
 
     def sum_gradients(self) -> None:
-        for parameter, group in self._shared:
+        for _, parameter, group in self.copies:
             if parameter.grad is None:  # every stage of the group must join the all-reduce
                 parameter.grad = torch.zeros_like(parameter)
             grad = parameter.grad

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from rung.data.batch_shard import LocalBatch, MicroBatch
 from rung.data.rng import DeviceGenerators
@@ -66,6 +67,7 @@ class StepParts:
     evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext  # swaps in other weights to evaluate
     rank_state: RankLocalState | None = None
     counted_elsewhere: AbstractSet[int] = frozenset()
+    copies_of_stages: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]] = ()
     stages: Sequence[Stage] = ()
     replica_threads: ReplicaThreads | None = None
     traffic: Callable[[], dict[str, Traffic]] = dict
@@ -83,6 +85,7 @@ class StepRuntime(ContextRuntime):
         self.parts = parts
         self.rank_state, self.counted_elsewhere = parts.rank_state, parts.counted_elsewhere
         self.stages, self.replica_threads = parts.stages, parts.replica_threads
+        self.copies_of_stages = parts.copies_of_stages
         self._probe_traffic: dict[str, Traffic] = {}  # no traffic of a step
         self._placement = BatchPlacement(context.world, context.config)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rung.checkpoint import Position
 from rung.errors import ReplicaError
-from rung.parallel.checksums import Named, bit_sums, shared_parameters
+from rung.parallel.checksums import Named, bit_sums, own_part, shared_parameters
 from rung.parallel.materialize import is_absent
 from rung.runtime import Runtime
 from rung.spec.abilities import can
@@ -18,7 +18,8 @@ from rung.train.checkpointing import Checkpointing
 
 
 class ReplicaCheck:
-    """Compares checksums along each axis of the mesh. All ranks call it after the same steps."""
+    """Compares checksums along each axis of the mesh, and of what pipeline stages share. All ranks call it after the
+    same steps."""
 
     def __init__(self, runtime: Runtime, config: RunConfig, checkpointing: Checkpointing | None) -> None:
         self._world, self._checkpointing, self._every = runtime.world, checkpointing, config.check_every
@@ -26,20 +27,26 @@ class ReplicaCheck:
         named = [(name, p) for name, p in runtime.model.named_parameters() if not is_absent(p)]
         # Local steps let weights differ between two averagings. Over RPC the servers hold the only copy.
         is_off = not self._every or not self._world.has_peers or not can(layout, "check") or config.local_steps > 1
-        self._shared = {} if is_off else shared_parameters(named, layout)
+        self._shared: dict[dist.ProcessGroup, Named] = {}
+        if not is_off:
+            for axis, parameters in shared_parameters(named, layout).items():
+                self._shared[self._world.axis(axis).get_group()] = parameters
+            for name, parameter, group in runtime.copies_of_stages:
+                self._shared.setdefault(group, []).append((name, own_part(parameter)))
+        # Stages between those that share a parameter have nothing to compare, but hear of what the others found.
+        self._is_on = not is_off and any(self._world.gather_objects(bool(self._shared)))
 
     def after_step(self, position: Position, *, is_saved: bool) -> None:
         """Compare every so many steps, and before a save: a checkpoint holds weights on which the ranks agreed."""
-        if not self._shared or not (is_saved or position.step % self._every == 0):
+        if not self._is_on or not (is_saved or position.step % self._every == 0):
             return
-        found = [text for axis, named in self._shared.items() if (text := self._compare(axis, named)) is not None]
+        found = [text for group, named in self._shared.items() if (text := self._compare(group, named)) is not None]
         everyone = [text for rank in self._world.gather_objects(found) for text in rank]
         if everyone:
             self._refuse(everyone[0], position)
 
-    def _compare(self, axis: str, named: Named) -> str | None:
-        """What differs among the ranks along an axis."""
-        group = self._world.axis(axis).get_group()
+    def _compare(self, group: dist.ProcessGroup, named: Named) -> str | None:
+        """What differs among the ranks of a group."""
         sums = bit_sums(named)
         total = sums.sum()
         extremes = torch.stack([total, -total])
