@@ -29,7 +29,8 @@ def emergency_folder(run_dir: Path) -> Path:
 
 
 def memory_folder(run_dir: Path) -> Path:
-    """The folder of a run's copies in memory: a memory file system, which outlives the ranks."""
+    """The folder of a run's copies of the state: in a memory file system, which outlives the ranks, or in the run's
+    directory where another user could write to the former."""
     shared = _shared_folder(run_dir)
     return shared if _is_ours(shared) else run_dir / ".state" / shared.name
 
@@ -73,7 +74,7 @@ def refuse_escapes(run_dir: Path, names: Collection[str] = _WRITTEN) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder belongs to this user alone. /dev/shm is sticky, so no other user can then replace it."""
+    """Whether this user owns a folder and no other can write to it. /dev/shm is sticky: no other can replace it."""
     try:
         found = folder.lstat()
     except OSError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rung.spec.flags import add_settings, assignments_of
 
-# Settings that change the placement of parameters, the messages and their order.
+# The usual settings that change the placement of parameters or the messages; --set takes the others.
 _FLAGS = {
     "where": ("strategy", "nproc", "schedule", "split", "sequence_parallel", "offload", "shard_by"),
     "how much": ("batch_size", "micro_batch"),

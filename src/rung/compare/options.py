@@ -1,4 +1,4 @@
-"""The options of `rung compare`, and what is wrong with them before anything runs."""
+"""The options of `rung compare`, and their checks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-# Defaults for any setting of the run; flags override them. `rung train --help` lists them.
+# Defaults for any setting of the run; flags override them. docs/settings.md lists them.
 defaults = {{"batch_size": 64, "epochs": 5, "clip": 1.0}}
 
 
@@ -46,7 +46,7 @@ def train_data(count=4000):
     return two_moons(count, seed=1)
 
 
-# The mean over its units. If some targets do not count (padding), also define
+# Returns the mean over what it counts, here samples. If some targets do not count (padding), also define
 #     def loss_weight(target): return (target != -100).sum()
 def loss(output, target):
     return F.cross_entropy(output, target)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rung.compare.report.charts import draw_memory, draw_messages, draw_predictions, draw_slow, draw_throughput
 from rung.compare.report.curves import draw_losses
-from rung.compare.report.data import Comparison, ReportRow, read_comparison
+from rung.compare.report.data import Comparison, read_comparison
 from rung.compare.report.markdown import as_markdown, describe_run
 from rung.compare.report.marks import plural, prose, rate, rows_with_index, text, times
 from rung.compare.report.table import draw_table
@@ -106,30 +106,29 @@ def _key_figures(comparison: Comparison) -> str:
     rows = comparison.finished
     if len(rows) < 2:
         return ""
-    tiles = []
-    fast = [(row.samples_per_second.median, row) for row in rows if row.samples_per_second]
-    if fast:
-        value, row = max(fast, key=lambda pair: pair[0])
+    tiles: list[tuple[str, str, str]] = []
+    by_speed = [(row.samples_per_second.median, row) for row in rows if row.samples_per_second]
+    if by_speed:
+        value, row = max(by_speed, key=lambda pair: pair[0])
         more = f", {times(row.speedup)} one process" if row.speedup and row.strategy != comparison.reference else ""
-        tiles.append(("fastest", row, f"{rate(value)} samples/s{more}"))
-    lean = [(row.peak_bytes, row) for row in rows if row.peak_bytes]
-    if lean:
-        least, row = min(lean, key=lambda pair: pair[0])
-        tiles.append(("least memory", row, f"{human_bytes(least)} on the fullest rank"))
-    quiet = [(row.bytes_per_step, row) for row in rows if row.bytes_per_step]
-    if quiet:
-        sent, row = min(quiet, key=lambda pair: pair[0])
-        tiles.append(("least sent", row, f"{human_bytes(sent)} in a step, of those that send"))
-    tiles += _agreement(comparison)
+        tiles.append(("fastest", row.strategy, f"{rate(value)} samples/s{more}"))
+    by_memory = [(row.peak_bytes, row) for row in rows if row.peak_bytes]
+    if by_memory:
+        least, row = min(by_memory, key=lambda pair: pair[0])
+        tiles.append(("least memory", row.strategy, f"{human_bytes(least)} on the fullest rank"))
+    by_bytes = [(row.bytes_per_step, row) for row in rows if row.bytes_per_step]
+    if by_bytes:
+        sent, row = min(by_bytes, key=lambda pair: pair[0])
+        tiles.append(("least sent", row.strategy, f"{human_bytes(sent)} in a step, of those that send"))
+    tiles += _loss_difference(comparison)
     items = "".join(
-        f"<div><dt>{text(name)}</dt><dd><b>{text(row.strategy if isinstance(row, ReportRow) else row)}</b>"
-        f"<span>{text(detail)}</span></dd></div>"
-        for name, row, detail in tiles
+        f"<div><dt>{text(name)}</dt><dd><b>{text(value)}</b><span>{text(detail)}</span></dd></div>"
+        for name, value, detail in tiles
     )
     return f'<dl class="tiles">{items}</dl>' if len(tiles) > 1 else ""
 
 
-def _agreement(comparison: Comparison) -> list[tuple[str, Any, str]]:
+def _loss_difference(comparison: Comparison) -> list[tuple[str, str, str]]:
     """A tile with the largest difference of a loss from one process."""
     found = [
         (row.loss_difference, row)

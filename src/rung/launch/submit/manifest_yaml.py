@@ -15,7 +15,7 @@ _BOOLEANS = ("y", "n")  # for kubectl, besides those that PyYAML knows
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     def represent_str(self, text: str) -> Any:
         """Quote all but words and paths: PyYAML would leave y and 1e3 plain, which kubectl takes for a boolean and a
-        number. A file is a block, unless it has line breaks other than \\n, which PyYAML would write as \\n."""
+        number. Text of several lines is a literal block, unless it has unprintable characters, which need quotes."""
         is_plain = _PLAIN.fullmatch(text) and text.lower() not in _BOOLEANS
         lines = text.rstrip("\n").split("\n")
         is_block = len(lines) > 1 and all(line.replace("\t", " ").isprintable() for line in lines)
