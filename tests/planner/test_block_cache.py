@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rung.errors import ModelError
 from rung.hardware.cluster import parse_cluster
+from rung.planner import block_cache
 from rung.planner.block_cache import BlockTraceCache
 from rung.planner.cost import step_time
 from rung.planner.dryrun import DryRun, dry_run
@@ -20,7 +22,7 @@ from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
 from rung.spec.task import Task
 from tests.marks import slow
-from tests.tasks import TinyGPT, text_task
+from tests.tasks import TinyGPT, image_task, text_task
 
 CLUSTER = parse_cluster("2 nodes x 4 H100")
 UNSTARTED = "not started"
@@ -114,3 +116,62 @@ def test_blocks_that_differ_in_a_number_are_not_taken_for_each_other() -> None:
     whole, told = (traces(task, "single", 1, some) for some in (None, repeats))
     assert figures(told) == figures(whole)
     assert len(repeats.templates) == 3  # of the first, whose input needs no gradient; and of each kind
+
+
+class WithNone(nn.Module):
+    """A block of transformers' kind: it also returns what it was not asked for."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.linear(x).relu(), None
+
+
+class Vision(nn.Module):
+    """A layer before the blocks, whose cast weights autocast keeps, and rates that the constructor reads as numbers."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Linear(36, width)
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 3, device="cpu")]
+        self.drops = nn.ModuleList(nn.Dropout(rate) for rate in rates)
+        self.blocks = nn.ModuleList(WithNone(width) for _ in rates)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.flatten(1))
+        for block, drop in zip(self.blocks, self.drops, strict=True):
+            x = drop(block(x)[0])
+        return self.head(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_layer_before_the_blocks_and_blocks_that_return_nothing_beside(precision: str) -> None:
+    task, repeats = image_task(model=Vision), BlockTraceCache()
+    whole = traces(task, "single", 1, None, precision=precision)
+    for _ in range(2):
+        told = traces(task, "single", 1, repeats, precision=precision)
+        assert figures(told) == figures(whole)
+        assert peaks(told) == pytest.approx(peaks(whole), rel=0.02)
+    assert repeats.templates
+
+
+def test_blocks_that_cannot_be_told_again_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*args: Any) -> None:
+        raise KeyError("a block of a new kind")
+
+    task = text_task(model=partial(TinyGPT, layers=3, width=64))
+    whole = traces(task, "single", 1, None)
+    monkeypatch.setattr(block_cache, "_record", breaks)
+    assert figures(traces(task, "single", 1, BlockTraceCache())) == figures(whole)
+
+
+def test_a_model_that_fails_on_fake_tensors_cannot_be_planned() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise TypeError("no such thing")
+
+    with pytest.raises(ModelError, match=r"(?s)test_block_cache.*fails here with TypeError: no such thing"):
+        traces(image_task(model=lambda: Fails(36, 5)), "single", 1, BlockTraceCache())

@@ -56,8 +56,9 @@ class Weights:
         self._seeded = seeded = seeded and world.tensors.has_storage
         self._dtype, self._masters = dtype, masters
         self.widened: torch.dtype | None = None  # the type of weights that became fp32
-        with world.tensors.mode():
+        with fake_world.outside_fakes():  # a constructor may compute a few numbers from real tensors
             self.model = self._build(task, seed, "meta")
+        with world.tensors.mode():
             # All ranks must agree: if a constructor fails on one rank only (it reads a file, say), that rank would skip
             # the broadcasts in which the others wait for it.
             own = self.model is not None and _all_meta(self.model)

@@ -30,6 +30,7 @@ from rung.planner.tracer import Tracer
 # Template allocation -> trace allocation. In a template a block's inputs, parameters and buffers come first; arriving
 # gradients have negative numbers.
 _Numbers = dict[int, int]
+_TENSOR = object()  # in the place of a tensor; None is a value that blocks return
 # The original function: `when_autocast_ends` patches torch's, and its release must not run while recording a template.
 _clear_autocast_cache = torch.clear_autocast_cache
 
@@ -71,7 +72,7 @@ class _Template:
     forward: _TracePart
     backward: _TracePart
     form: TreeSpec  # of its output
-    others: list[Any]  # leaves of the output, with None for each tensor
+    others: list[Any]  # leaves of the output, with _TENSOR for each tensor
     lingers: list[int]  # allocations that the autocast cache holds until autocast ends
     keeps: list[bool]  # for each input, whether backward needs it
 
@@ -138,7 +139,9 @@ class BlockTraceCache:
             key = key, tuple(places)
             trainable = [parameter for parameter in parameters if parameter.requires_grad]
             if key not in self.templates:
-                self.templates[key] = _record(tracer, inner, leaves, spec, given, places[: len(tensors)], trainable)
+                recorded = _record(tracer, inner, leaves, spec, given, places[: len(tensors)], trainable)
+                self.templates[key] = recorded[0]
+                self._lingering += recorded[1]
             call = _Call(self.templates[key], tracer, given, trainable)
             found = _Block.apply(call, *tensors, *trainable)  # type: ignore[no-untyped-call]
             self._lingering += call.lingering
@@ -169,7 +172,7 @@ class _Call:
     def output(self, found: tuple[Tensor, ...]) -> Any:
         """The block's output, rebuilt around the tensors `found`."""
         fresh = iter(found)
-        return tree_unflatten([next(fresh) if x is None else x for x in self._template.others], self._template.form)
+        return tree_unflatten([next(fresh) if x is _TENSOR else x for x in self._template.others], self._template.form)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         tracer, part = self._tracer, self._template.backward
@@ -196,10 +199,11 @@ def _record(
     given: list[int],
     places: list[int],
     trainable: Sequence[Tensor],
-) -> _Template:
+) -> tuple[_Template, list[Allocation]]:
     """Run a block's forward and backward beside the main trace and make a template of the events.
 
-    `given` are the allocations of inputs, parameters and buffers; `places` are the indices of the inputs in it.
+    `given` are the allocations of inputs, parameters and buffers; `places` are the indices of the inputs in it. Also
+    returns the casts of weights before this block that the autocast cache held, and in training holds until its end.
     """
     numbers: _Numbers = dict(enumerate(given))
     with tracer.aside() as trace, torch.enable_grad():
@@ -219,14 +223,17 @@ def _record(
             ends = [_Arrival.apply(tracer, numbers, -1 - place, t) for place, t in arrivals]  # type: ignore[no-untyped-call]
             arriving = [torch.empty_like(end) for end in ends]
         edges = [get_gradient_edge(end) for end in ends]
-        others = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
+        others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found]
         # Training holds no references either, so these tensors must be freed now.
         del output, found, outputs, args, kwargs, arrivals, ends, inputs, input_tensors, tensor
         start = len(trace.events)
         _clear_autocast_cache()
         own = {number: place for place, number in numbers.items()}
-        gone = [own[e.allocation.number] for e in trace.events[start:] if isinstance(e, Free)]
-        lingers = [place for place in gone if place >= len(given)]
+        gone = [event.allocation for event in trace.events[start:] if isinstance(event, Free)]
+        lingers = [own[a.number] for a in gone if own.get(a.number, -1) >= len(given)]
+        earlier = [allocation for allocation in gone if allocation.number not in own]
+        for allocation in earlier:
+            allocation.died = None  # it ended in the trace beside the main one alone
         keeps = [trace.allocations[numbers[place]].died is None for place in places]
         targets: list[Any] = [*(edge for edge in entries if edge is not None), *trainable]
         start = len(trace.events)
@@ -238,7 +245,7 @@ def _record(
         backward = _as_part(trace.events[start:], numbers, len(given), shapes)
         _end_at_last_use(backward)
         del results, gradients, computed, edges, arriving, targets, entries
-    return _Template(forward, backward, form, others, lingers, keeps)
+    return _Template(forward, backward, form, others, lingers, keeps), earlier
 
 
 class _Arrival(torch.autograd.Function):

@@ -19,7 +19,7 @@ from rung.data.pytree import tensors_in
 from rung.distributed import fake_world
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World, open_fake_world
-from rung.errors import ModelError
+from rung.errors import ModelError, RungError
 from rung.parallel.blocks import BlockReuse
 from rung.parallel.materialize import is_absent
 from rung.parallel.trace_errors import user_line
@@ -57,8 +57,32 @@ def dry_run(
 ) -> DryRun:
     """Trace two steps of one rank on fake tensors. `proofs` caches checks of tensor plans of the same task.
 
-    With `repeats`, identical blocks run once in all dry runs that share this cache.
+    With `repeats`, identical blocks run once in all dry runs that share this cache. Blocks that this cannot repeat are
+    traced as they are.
     """
+    try:
+        return _dry_run(task, layout, config, rank, device, proofs, repeats)
+    except RungError:
+        raise
+    except Exception as error:
+        if repeats is not None:
+            return dry_run(task, layout, config, rank=rank, device=device, proofs=proofs)
+        line = user_line(traceback.extract_tb(error.__traceback__))
+        raise ModelError(
+            f"{line or task.name}\na step on fake tensors fails here with {type(error).__name__}: {error}. If `rung "
+            "train` runs it, it cannot be planned."
+        ) from error
+
+
+def _dry_run(
+    task: Task,
+    layout: Layout,
+    config: RunConfig,
+    rank: int,
+    device: str,
+    proofs: dict[Any, Any] | None,
+    repeats: BlockTraceCache | None,
+) -> DryRun:
     reuse = BlockReuse(proofs if proofs is not None else {}, repeats.wrap if repeats is not None else None)
     config = replace(config, steps=2, epochs=None, compile=False, eval_every="never", workers=0)
     with open_fake_world(layout, rank=rank, device=device) as world:
