@@ -416,6 +416,7 @@ def test_a_loss_of_the_whole_batch_is_that_of_one_process(
         (adversarial_task, "zero3", "other weights than its own"),
         (regularised_task, "zero3", "--shard-by whole"),
         (penalised_task, "zero3", "--shard-by whole"),
+        (sparse_task, "zero3", "a sparse gradient, which cannot be sharded"),
         (penalised_task, "pp2", "a strategy without stages"),
         (branching_task, "zero3", "rank 0 runs branches.0, while rank 1 runs branches.1"),
         (loader_task, "ddp", "Return its data set"),

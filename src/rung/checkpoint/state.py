@@ -120,7 +120,7 @@ def small_state(runtime: Runtime) -> dict[str, Any]:
         "schedule": schedule,
         "schedule_class": type(runtime.schedule).__name__ if runtime.schedule is not None else None,
         "total_steps": runtime.total_steps,
-        "extra": _extra_state(runtime),
+        "extra": extra_state(runtime),
         "scaler": None if scaler is None else pack(scaler.state_dict(), "the scaler"),
     }
 
@@ -240,7 +240,7 @@ class Restorer:
         self._finish_schedule(built)
         self._note_changed_groups(built)
         self._note_changed_members()
-        _set_extra_state(runtime, self._manifest.get("extra", {}))
+        set_extra_state(runtime.model, self._manifest.get("extra", {}))
         if runtime.scaler is not None and self._manifest["scaler"] is not None:
             runtime.scaler.load_state_dict(unpack(self._manifest["scaler"]))
 
@@ -375,7 +375,7 @@ def _schedule_settings(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _extra_state(runtime: Runtime) -> dict[str, Any]:
+def extra_state(runtime: Runtime) -> dict[str, Any]:
     """The values that modules return from `get_extra_state`. Those of a module that another rank runs are old here."""
     found = {}
     for path, module in runtime.model.named_modules():
@@ -385,9 +385,9 @@ def _extra_state(runtime: Runtime) -> dict[str, Any]:
     return found
 
 
-def _set_extra_state(runtime: Runtime, saved: Mapping[str, Any]) -> None:
+def set_extra_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
     for path, value in saved.items():
-        runtime.model.get_submodule(path).set_extra_state(unpack(value))
+        model.get_submodule(path).set_extra_state(unpack(value))
 
 
 def optimizer_parameters(runtime: Runtime) -> Iterator[tuple[str, nn.Parameter]]:

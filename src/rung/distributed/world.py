@@ -151,10 +151,13 @@ class World:
         """A JSON value of every rank, on every rank; of this rank alone in a dry run."""
         return gather_json(value) if self.has_peers else [value]
 
-    def host_group(self, timeout: datetime.timedelta | None = None) -> dist.ProcessGroup:
-        """A new group of all ranks for host memory, so that its messages do not mix with the training."""
+    def host_group(
+        self, timeout: datetime.timedelta | None = None, ranks: Sequence[int] | None = None
+    ) -> dist.ProcessGroup:
+        """A new group for host memory, of all ranks or some, so that its messages do not mix with the training. All
+        ranks call it."""
         backend = self.backend if self.backend == MPI_BACKEND else "gloo"
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout or self.timeout)
+        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout or self.timeout)
         return group
 
     def barrier(self) -> None:

@@ -58,6 +58,11 @@ class ParallelModel:
         """Whether ranks run different modules, or keep them for others."""
         return self.stages is not None or bool(self.places or self.remote)
 
+    @property
+    def divides_updates(self) -> bool:
+        """Whether several ranks update different parameters, each with an optimizer that sees its own alone."""
+        return self.stages is not None or bool(self.remote) or len(set(self.places.values())) > 1
+
     def runs(self, name: str, world: World) -> bool:
         """Whether this rank runs the forward of the module `name`."""
         server = next((rank for path, rank in self.remote.items() if lies_in(name, {path})), None)

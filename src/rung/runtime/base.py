@@ -50,6 +50,7 @@ class Probe:
 
     loss_share: Tensor
     gradients: GradientFigures | None
+    changes_state: bool = False  # whether forward changed buffers or attributes of modules, which were put back
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from rung.distributed.torch_private import buffers_of
 from rung.parallel.materialize import is_absent
 
 _OWN = frozenset(vars(nn.Module()))  # torch's, on every module
-_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # not their subclasses, which may refuse to be changed
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)  # not their subclasses, which may refuse to be changed
 _SIMPLE = (int, float, complex, str, bytes, tuple, type(None), Tensor, *_CONTAINERS)
 
 
@@ -32,25 +32,42 @@ class ModuleState:
         self._values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         self._contents = [(value, copy.copy(value)) for value in held if type(value) in _CONTAINERS]
 
-    def restore(self) -> None:
+        self._begun = self._attributes
+
+    def begin(self) -> None:
+        """From here on, changes are those of a forward, and not of what was set for it."""
+        self._begun = {module: _plain(module) for module in self._attributes}
+
+    def restore(self) -> bool:
+        """Put everything back. Returns whether anything had changed since `begin`."""
+        changed = False
         for module, before in self._attributes.items():
-            for name in _plain(module).keys() - before.keys():
+            now, begun = _plain(module), self._begun[module]
+            changed = changed or now.keys() != begun.keys() or any(now[name] is not begun[name] for name in now)
+            for name in now.keys() - before.keys():
                 del vars(module)[name]
             vars(module).update(before)
         for module, buffers in self._buffers.items():
-            buffers_of(module).clear()
-            buffers_of(module).update(buffers)
+            own = buffers_of(module)
+            changed = changed or any(own.get(name) is not buffer for name, buffer in buffers.items())
+            own.clear()
+            own.update(buffers)
         with torch.no_grad():
             for tensor, value in self._values:
                 # By value: torch's batch norm writes its running statistics without a new version of them.
                 if not torch.equal(tensor.detach(), value):
                     tensor.detach().copy_(value)
+                    changed = True
         for container, content in self._contents:
-            if isinstance(container, list):
-                container[:] = content
-            else:
-                container.clear()
-                container.update(content)
+            changed = changed or _elements(container) != _elements(content)
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(content)
+        return changed
+
+
+def _elements(container: Any) -> list[int]:
+    items = container.items() if isinstance(container, dict) else container
+    return [id(part) for item in items for part in (item if isinstance(container, dict) else (item,))]
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

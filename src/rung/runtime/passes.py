@@ -96,6 +96,11 @@ class MicroBatchLoop:
         try:
             scaled.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
+            if "chunk_cat" in str(error) and "Sparse" in str(error):
+                raise ModelError(
+                    "a parameter has a sparse gradient, which cannot be sharded. Use sparse=False, or a strategy that "
+                    "leaves gradients whole: ddp, zero1 or ps."
+                ) from error
             if "setStorage" not in str(error) or not shards_parameters(self._context.world.layout):
                 raise
             raise ModelError(

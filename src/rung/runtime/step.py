@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -114,18 +114,20 @@ class StepRuntime(ContextRuntime):
         generators, scaler = DeviceGenerators(self.world.device), context.scaler
         context.scaler, context.is_probing = None, True
         turn_off_dropout(self.model)
+        kept.begin()
         try:
             with self._computing(window), NoDropout():
                 loss_share = self._run_passes(window)
-                return Probe(loss_share, figures() if figures is not None else None)
+                found = Probe(loss_share, figures() if figures is not None else None)
         finally:
             context.scaler, context.is_probing = scaler, False
             self._probe_traffic = copy.deepcopy(self.parts.traffic())
             for parameter in self.model.parameters():
                 parameter.grad = None
             self.reshard()
-            kept.restore()
+            changed = kept.restore()
             generators.restore()
+        return replace(found, changes_state=changed)
 
     @contextmanager
     def _computing(self, window: LocalBatch) -> Iterator[None]:

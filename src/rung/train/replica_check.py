@@ -25,11 +25,12 @@ class ReplicaCheck:
         self._world, self._checkpointing, self._every = runtime.world, checkpointing, config.check_every
         layout = self._world.layout
         named = [(name, p) for name, p in runtime.model.named_parameters() if not is_absent(p)]
-        # Local steps let weights differ between two averagings. Over RPC the servers hold the only copy.
+        # Local steps let weights differ between two averagings. Of servers' parameters trainers have copies.
         is_off = not self._every or not self._world.has_peers or not can(layout, "check") or config.local_steps > 1
         self._shared: dict[dist.ProcessGroup, Named] = {}
         if not is_off:
-            for axis, parameters in shared_parameters(named, layout).items():
+            replicas = shared_parameters(named, layout) if self._world.mesh is not None else {}  # not over RPC
+            for axis, parameters in replicas.items():
                 self._shared[self._world.axis(axis).get_group()] = parameters
             for name, parameter, group in runtime.copies_of_stages:
                 self._shared.setdefault(group, []).append((name, own_part(parameter)))

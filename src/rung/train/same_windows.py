@@ -16,21 +16,22 @@ class SameWindows:
     known: a map-style one has the same windows on all ranks by construction."""
 
     def __init__(self, world: World, batches: Batches) -> None:
-        is_needed = batches.is_stream and world.has_peers and not world.role.is_server
-        self._group = world.host_group() if is_needed else None
-        self._size = world.size
+        self._ranks = range(world.layout.servers, world.size)  # servers read no data
+        is_stream = batches.is_stream and world.has_peers
+        group = world.host_group(ranks=self._ranks) if is_stream else None
+        self._group = group if not world.role.is_server else None
 
     def check(self, window: LocalBatch) -> None:
         if self._group is None:
             return
         own = torch.tensor([window.ends_epoch, len(window.micro_batches), window.num_global_samples])
-        rows = [torch.empty_like(own) for _ in range(self._size)]
+        rows = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(rows, own, group=self._group)
         found = [row.tolist() for row in rows]
         if all(row == found[0] for row in found):
             return
-        other = next(rank for rank, row in enumerate(found) if row != found[0])
-        words = [_describe(rank, *found[rank]) for rank in (0, other)]
+        other = next(place for place, row in enumerate(found) if row != found[0])
+        words = [_describe(self._ranks[place], *found[place]) for place in (0, other)]
         raise DataError(
             f"in step {window.step} of epoch {window.epoch} {' and '.join(words)}: their data sets differ. Every rank "
             "reads the whole data set and keeps its own part of each batch, so it must give all samples on every rank, "
