@@ -131,8 +131,12 @@ def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure
     except Exception as error:
         _fill_failure(failure, error, runtime, world, config, persistence.checkpointing)
         raise
-    for note in runtime.notes[num_notes:] + [t.saving() for t in runtime.traffic().values() if t.plain_bytes]:
+    # Of all ranks: those that notice something need not be the main one, which under ps is a server.
+    found = world.gather_objects(runtime.notes[num_notes:])
+    for note in dict.fromkeys(note for notes in found for note in notes):
         log.info("  %s", note)
+    for saving in [traffic.saving() for traffic in runtime.traffic().values() if traffic.plain_bytes]:
+        log.info("  %s", saving)
     status.phase("saving")
     for observer in outputs.observers:
         observer.close()

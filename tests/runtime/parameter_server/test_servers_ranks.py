@@ -21,6 +21,7 @@ from rung.train.job import RankJob
 from rung.train.worker import worker
 from tests.checkpoints import legs
 from tests.harness import RankFailed, on_ranks
+from tests.launcher import WarmLauncher
 from tests.marks import slow
 from tests.parity import by_hand, largest_difference, with_rung
 from tests.tasks import EXAMPLES, TASKS, image_data, image_task, text_data, text_task
@@ -321,3 +322,35 @@ def test_settings_of_servers_belong_to_strategies_with_servers() -> None:
         parse("ps,tp2", 4)
     with pytest.raises(StrategyError, match="takes no size"):
         parse("ps4", 4)
+
+
+AVERAGES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+defaults = {"batch_size": 8, "steps": 2, "device": "cpu"}
+
+
+class Averages(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
+def model(): return Averages()
+def train_data(): return TensorDataset(torch.arange(64.0).reshape(16, 4) / 64, torch.zeros(16, 2))
+def loss(output, target): return ((output - target) ** 2).mean()
+def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def test_what_a_trainer_notices_is_told(launcher: WarmLauncher, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(AVERAGES)
+    outcome = launcher.run(tmp_path, "--strategy", "ps", nproc=3)
+    assert outcome.code == 0 and outcome.output.count("forward changes mean: each rank") == 1, outcome.output
