@@ -177,6 +177,10 @@ class Reference:
         return self._samples.num_ranks
 
     @property
+    def changes_parameters(self) -> bool:
+        return bool(self._before)
+
+    @property
     def manner(self) -> str:
         """How it computed, for the user."""
         return ", computed block by block" if self._blocks_on_host else ""
@@ -210,7 +214,7 @@ class Reference:
 
     def is_of_micro_batch(self) -> bool:
         """Whether the loss of a micro-batch is no mean over its samples by design."""
-        if self._changes_state or self._before:  # another number of calls leads elsewhere
+        if self._changes_state or self.changes_parameters:  # another number of calls leads elsewhere
             return True
         return self._task.loss_scope == "batch" or bool(batch_norms(self._built().model))
 
@@ -238,7 +242,7 @@ class Reference:
                 for parameter, _, gradient in given:
                     parameter.grad = gradient.clone()
                 optimizer.step()
-                updates.append((one.detach() - kept[0][1]).double())
+                updates.append(one.detach() - kept[0][1])
                 optimizer.state.clear()
                 for parameter, value, _ in kept:
                     parameter.detach().copy_(value)
