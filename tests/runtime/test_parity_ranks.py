@@ -107,7 +107,7 @@ def _broken(make_task: Any, strategy: str, config: RunConfig, how: str) -> Outco
 def test_the_matrix_notices_micro_batches_that_add_up_wrongly(strategy: str, how: str) -> None:
     """A sum taken for a mean, or only the last micro-batch counted: the check that rows pass must fail here."""
     row = Row(strategy, "gpt", 2, accumulates=True)
-    config = RunConfig(batch_size=24, micro_batch=row.micro_batch, steps=3, precision="fp64", device="cpu")
+    config = RunConfig(batch_size=48, micro_batch=row.micro_batch, steps=3, precision="fp64", device="cpu")
     expected = by_hand(TASKS["gpt"](), config, row.global_micro_batch)
     found = on_ranks(_broken, 2, TASKS["gpt"], strategy, config, how)
     assert largest_difference(expected, found[0]) > 1e-4

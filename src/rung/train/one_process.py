@@ -164,8 +164,9 @@ class Reference:
         self, task: Task, config: RunConfig, device: torch.device, samples: Samples, room: Room | None = None
     ) -> None:
         self._task = replace(task, schedule=None)  # it may not be made for so few steps
-        self._device, self._samples = device, samples
+        self._device, self._samples, self.num_ranks = device, samples, samples.num_ranks
         self._blocks_on_host = room is not None and room.blocks_on_host
+        self.manner = ", computed block by block" if self._blocks_on_host else ""  # for the user
         self.config = replace(config, compile=False, activation_checkpointing="none", offload="none")
         self._runtime: Runtime | Exception = self._build(self.config.precision)
         self._cached: dict[str, Figures] = {}
@@ -173,17 +174,8 @@ class Reference:
         self._changes_state = False
 
     @property
-    def num_ranks(self) -> int:
-        return self._samples.num_ranks
-
-    @property
     def changes_parameters(self) -> bool:
         return bool(self._before)
-
-    @property
-    def manner(self) -> str:
-        """How it computed, for the user."""
-        return ", computed block by block" if self._blocks_on_host else ""
 
     def load(self, weights: Iterable[tuple[str, Tensor]], extra: Mapping[str, Any]) -> None:
         """Take the weights of the run in place of the seed's, and the modules' extra state."""
