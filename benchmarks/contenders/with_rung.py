@@ -54,6 +54,8 @@ class WithRung:
 class _Part:
     """The next windows of batches that have no end."""
 
+    is_stream = False
+
     def __init__(self, windows: Iterator[LocalBatch], num_steps: int, total_steps: int) -> None:
         self._windows, self._num_steps, self.total_steps = windows, num_steps, total_steps
 
