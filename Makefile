@@ -49,7 +49,8 @@ system:
 # Ranks of a test are many and small: a thread each.
 test test-all: export OMP_NUM_THREADS = 1
 # In the order of the files: those with few tests, which take long, would otherwise come last and let one core wait.
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+# Three at a time on two cores: many tests wait, for a scheduler, a timeout or a rank that was stopped.
+SPREAD := -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
 test: lint system
 	$(BIN)/pytest $(SPREAD) -m "not slow and not gpu"

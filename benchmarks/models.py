@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.report import fill_page, machine_facts, write
-from benchmarks.zoo import ZOO
+from benchmarks.zoo import ZOO, Scale
 from rung.distributed.world import open_world
 from rung.launch.fork_server import start_fork_server
 from rung.launch.spawn import RankFailedError, on_ranks
@@ -46,7 +46,7 @@ _TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}
 
 def train(name: str, strategy: str, precision: str, micro_batch: int) -> dict[str, Any]:
     """Two steps on this rank: losses and norms, and figures of each weight on the main rank."""
-    task = ZOO[name][1]()
+    task = ZOO[name][1](Scale())
     layout = parse(strategy, environment_size(), environment_local_size())
     data_ranks = layout.num_data_ranks
     # The same global micro-batches under every strategy, as batch norm sees them.

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from rung.data.batch_shard import BatchPartition, MicroBatch
 from rung.data.batches import Batches
+from rung.data.sample_reader import example_batch
 from rung.errors import DataError
 
 
@@ -152,6 +153,34 @@ def test_augmentation_differs_between_epochs() -> None:
     found = windows(Augmented(6), 6, num_epochs=2)
     first, second = ({r[0]: r[3] for r in samples([w])} for w in found)
     assert all(first[k] != second[k] for k in first)
+
+
+def _masked(samples: list[Any]) -> Any:
+    """As collators for masked language models do it."""
+    rows = torch.stack(samples)
+    return torch.stack([rows, torch.randint(1000, rows.shape)], dim=1)
+
+
+@pytest.mark.parametrize("make", [lambda: Numbers(23), lambda: Stream(23)], ids=["map", "stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_collate_draws_depends_on_the_place_alone_and_is_told(make: Callable[[], Any], workers: int) -> None:
+    torch.manual_seed(1)
+    whole = windows(make(), 8, 2, 1, collate=_masked)
+    torch.manual_seed(2)
+    again = windows(make(), 8, 2, 1, collate=_masked, num_workers=workers)
+    assert samples(whole) == samples(again)
+    assert all(micro.collate_draws for window in again for micro in window.micro_batches)
+    assert not any(micro.collate_draws for window in windows(make(), 8) for micro in window.micro_batches)
+
+
+def test_an_example_is_the_same_whatever_was_drawn_before_and_leaves_no_trace() -> None:
+    torch.manual_seed(1)
+    first = example_batch(Augmented(9), _masked)
+    torch.manual_seed(2)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(2)
+    assert torch.equal(example_batch(Augmented(9), _masked), first)
+    assert torch.rand(3).tolist() == expected
 
 
 def test_reading_leaves_the_process_s_own_generators_alone() -> None:

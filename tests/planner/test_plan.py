@@ -285,11 +285,11 @@ def test_no_step_takes_less_than_is_said() -> None:
     """What leaves layouts out unseen is held against those that were seen."""
     task = text_task(model=lambda: TinyGPT(layers=4))
     cluster = parse_cluster("8xH100")
-    estimator = Estimator(task, RunConfig(batch_size=16, precision="bf16"), cluster, 0)
+    estimator = Estimator(task, RunConfig(batch_size=8, precision="bf16"), cluster, 0)
     for name in ("ddp", "fsdp4,tp2"):
         assert estimator.least_seconds(named_layout(name, cluster)) == 0.0  # nothing is known yet
         estimator.estimate(named_layout(name, cluster), "none", 4)
-    for name in ("zero1", "zero3", "pp2,ddp4", "pp4:gpipe,ddp2", "pp2,fsdp2,tp2"):
+    for name in ("zero3", "pp2,ddp4", "pp2:gpipe,fsdp2,tp2"):
         layout = named_layout(name, cluster)
         least, found = estimator.least_seconds(layout), estimator.estimate(layout, "none", 1)
         assert 0 < least <= found.time.seconds * 1.01

@@ -127,6 +127,45 @@ class Sparse(nn.Module):
         return output
 
 
+class TiedSparse(nn.Module):
+    """An embedding with sparse gradients, whose weight is also that of the last layer, where gradients are dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 16, sparse=True)
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.last = nn.Linear(16, 4, bias=False)
+        self.last.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.body(self.table((x[:, :3] > 0).long().sum(1))))
+        return output
+
+
+class IdleShared(nn.Module):
+    """Blocks that share a layer which none of them uses: an optimizer must not decay it."""
+
+    class Block(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.own, self.shared = nn.Linear(8, 8), shared
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.own(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(self.Block(shared) for _ in range(4))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.last(x)
+        return output
+
+
 class Contrastive(nn.Module):
     """Two views of each sample, and a learnt temperature, as in CLIP."""
 
@@ -298,6 +337,14 @@ def sparse_task() -> Task:
     return make_task(Sparse)
 
 
+def tied_sparse_task() -> Task:
+    return make_task(TiedSparse)
+
+
+def idle_shared_task() -> Task:
+    return make_task(IdleShared, optimizer=lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.5))
+
+
 def kept_task() -> Task:
     return make_task(Kept)
 
@@ -359,6 +406,8 @@ def assert_same(task: Callable[[], Task], strategy: str, num_ranks: int, config:
         slow(normed_task, "zero3", {}),
         (normed_task, "pp2", {"micro_batch": 5}),
         (sparse_task, "ddp", {}),
+        (tied_sparse_task, "pp2", {"micro_batch": 5}),
+        (idle_shared_task, "pp2", {"micro_batch": 5, "unused_parameters": "allow"}),
         (late_task, "ddp", {"unused_parameters": "allow"}),
         slow(late_task, "zero3", {"unused_parameters": "allow"}),
         (kept_task, "pp2", {"micro_batch": 5}),

@@ -413,6 +413,24 @@ def test_what_one_process_cannot_repeat_is_said_and_trained(
     assert re.search(f"first step not compared with one process: .*{reason}", outcome.output), outcome.output
 
 
+MASKS = """
+from torch.utils.data import default_collate
+
+
+def collate(samples):
+    inputs, target = default_collate(samples)
+    return inputs * (torch.rand_like(inputs) > 0.15), target
+"""
+
+
+def test_random_numbers_in_collate_are_told_and_no_mistake(launcher: WarmLauncher, tmp_path: Path) -> None:
+    write(tmp_path, MASKS)
+    outcome = launcher.run(tmp_path, "--strategy", "ddp", checks=True)
+    assert outcome.code == 0, outcome.output
+    assert "first step equals one process" in outcome.output
+    assert "collate draws random numbers" in outcome.output
+
+
 # One process needs 4 KiB for weights and gradients, and is given twice that if it has them.
 LITTLE_MEMORY = """
 from rung.train import one_process

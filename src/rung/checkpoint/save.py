@@ -11,6 +11,7 @@ import contextlib
 import errno
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ class Saver:
         self._group = host_group(self._world)
         self._thread: threading.Thread | None = None
         self.error: str | None = None  # of the newest save, once it has finished
-        self._records: list[SaveRecord] = []
+        self._records: deque[SaveRecord] = deque()  # the writing thread adds, the main thread takes
         self._kept: Position | None = None  # of the newest save that is on the disk
         self.last: Position | None = None  # of the newest save that is on the disk or on its way there
 
@@ -88,7 +89,9 @@ class Saver:
     def _note_end(self) -> None:
         """Record the result of a save. Called after the thread has ended, never in it: all ranks must agree on `last`,
         by which they decide whether to save again, and their threads end at different moments."""
-        self._kept = self.last = self.last if self.error is None else self._kept
+        if self.error is not None:
+            self.last = self._kept
+        self._kept = self.last
 
     def starts_from(self, position: Position) -> None:
         """Note that the state of a position is already on disk."""
@@ -107,8 +110,7 @@ class Saver:
 
     def finished(self) -> list[SaveRecord]:
         """The saves that finished since the last call."""
-        records, self._records = self._records, []
-        return records
+        return [self._records.popleft() for _ in range(len(self._records))]
 
     def _write(self, share: Share, stall: float | None, began: float = 0.0) -> None:
         started = time.perf_counter()

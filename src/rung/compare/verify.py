@@ -38,7 +38,7 @@ from rung.spec.config import SETTINGS, RunConfig, resolve
 from rung.spec.presets import SCHEDULES, tried
 from rung.spec.strategy import Layout, parse, required_num_ranks
 from rung.spec.task import Task, load_task
-from rung.train.first_step import draws_random_numbers
+from rung.train.first_step import collate_draws, draws_random_numbers
 from rung.train.job import RankJob
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -187,6 +187,10 @@ def _advice(failed: list[VerifyRow], task: Task, config: RunConfig) -> list[str]
     differing = [row for row in failed if row.error is None]
     if not differing:
         return []
+    if collate_draws(task, config):
+        return [
+            "collate draws random numbers, which differ with the number of ranks; draw them in the data set instead."
+        ]
     if draws_random_numbers(task, config):
         return ["forward or loss draws random numbers (other than dropout), and each rank draws its own."]
     if config.precision == "fp64" and all(row.largest() <= _FP32_ROUNDING for row in differing):

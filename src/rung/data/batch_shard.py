@@ -23,6 +23,7 @@ class MicroBatch:
     data: Any
     num_samples: int  # of this rank; 0 means that `data` is a stand-in
     num_global_samples: int
+    collate_draws: bool = False  # random numbers, which then depend on how the batch is divided among ranks
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's loader, which by itself pins tensors in lists and dicts but not in dataclasses."""

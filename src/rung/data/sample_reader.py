@@ -19,20 +19,48 @@ from rung.data.permutation import Permutation, mix
 from rung.data.rng import GeneratorMarks, restore_generators, save_generators, seed_generators
 from rung.errors import DataError
 
+_EXAMPLES = 2
 
-def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None, count: int = 2) -> Any:
-    """A batch of the first samples, to inspect its structure. Restores the random generators."""
+
+def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Any:
+    """A batch of the first samples, to inspect its structure: the same on every rank, since they cut a model by it.
+    Restores the random generators."""
     saved = save_generators()
     try:
+        seed_generators(0)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            samples = list(itertools.islice(iter(dataset), count))
+            samples = list(itertools.islice(iter(dataset), _EXAMPLES))
         else:
-            samples = [dataset[index] for index in range(min(count, len(dataset)))]
+            samples = [dataset[index] for index in range(min(_EXAMPLES, len(dataset)))]
+        if not samples:
+            raise DataError(f"the data set {type(dataset).__name__} is empty.")
+        return (collate or default_collate)(samples)
     finally:
         restore_generators(saved)
-    if not samples:
-        raise DataError(f"the data set {type(dataset).__name__} is empty.")
-    return (collate or default_collate)(samples)
+
+
+class _Collator:
+    """The task's `collate`. Random numbers that it draws depend on the place of the samples alone, not on what was read
+    before; they are those of a whole rank's samples, so other numbers of ranks give others."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+        self.draws = False
+
+    def __call__(self, samples: list[Any], *place: int) -> Any:
+        if not self.draws:
+            before = GeneratorMarks()
+            data = self._collate(samples)
+            if before.hold():
+                return data
+            self.draws = True
+            before.restore()
+        saved = save_generators()
+        try:
+            seed_generators(mix(*place))
+            return self._collate(samples)
+        finally:
+            restore_generators(saved)
 
 
 class SampleReader:
@@ -41,7 +69,7 @@ class SampleReader:
     def __init__(self, dataset: Any, order: Permutation, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self._dataset = dataset
         self._order = order
-        self._collate = collate
+        self._collate = _Collator(collate)
         self._seed = seed
         self._draws_random_numbers = False
 
@@ -50,18 +78,19 @@ class SampleReader:
 
     def __getitem__(self, piece: SampleRange) -> MicroBatch:
         samples = self._order.samples(piece.epoch, piece.start, piece.stop)
-        data = self._read(piece, samples)
-        return MicroBatch(data, piece.real, piece.num_global)
+        # A place of its own: no sample has a negative position.
+        data = self._collate(self._read(piece, samples), self._seed, piece.epoch, -1 - piece.start)
+        return MicroBatch(data, piece.real, piece.num_global, self._collate.draws)
 
-    def _read(self, piece: SampleRange, samples: list[int]) -> Any:
+    def _read(self, piece: SampleRange, samples: list[int]) -> list[Any]:
         # Seeding three generators for each sample costs more than reading a small one. Most data sets draw no random
         # numbers: read without seeding, and only if a generator moved, read again with seeds.
         if not self._draws_random_numbers:
             before = GeneratorMarks()
             many = getattr(self._dataset, "__getitems__", None)  # torch's protocol for batched reads
-            data = self._collate(many(samples) if many else [self._dataset[index] for index in samples])
+            items = many(samples) if many else [self._dataset[index] for index in samples]
             if before.hold():
-                return data
+                return items
             self._draws_random_numbers = True
             before.restore()
         saved = save_generators()
@@ -70,7 +99,7 @@ class SampleReader:
             for position, index in zip(range(piece.start, piece.stop), samples, strict=True):
                 seed_generators(mix(self._seed, piece.epoch, position))
                 items.append(self._dataset[index])
-            return self._collate(items)
+            return items
         finally:
             restore_generators(saved)
 
@@ -87,7 +116,7 @@ class StreamReader(IterableDataset[MicroBatch]):
     ) -> None:
         self._dataset = dataset
         self._cut = cut
-        self._collate = collate
+        self._collate = _Collator(collate)
         self._seed = mix(seed, epoch)
         self._epoch = epoch
 
@@ -115,7 +144,8 @@ class StreamReader(IterableDataset[MicroBatch]):
             if index % count == number:
                 start, stop = self._cut.piece(len(taken))
                 own = taken[start:stop] or taken[:1]  # a stand-in for an empty range
-                yield MicroBatch(self._collate(own), stop - start, len(taken))
+                data = self._collate(own, self._seed, index, -1 - start)
+                yield MicroBatch(data, stop - start, len(taken), self._collate.draws)
             index += 1
             position_in_window = (position_in_window + len(taken)) % self._cut.batch_size
             if len(taken) < size:

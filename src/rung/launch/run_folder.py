@@ -43,7 +43,7 @@ class RunFolder:
         if not (self.path / CONFIG).exists():
             with contextlib.suppress(OSError):  # a disk that is full or read-only: the next check tries again
                 self.restore()
-                self._say(f"{self.path} was removed while the job runs; its settings are there again")
+                self._say(f"{self.path / CONFIG} was removed while the job runs; it has been written again")
 
     def keep_report(self, report: str) -> str:
         """Write the report of a failure after which the job continues, and say where it is."""

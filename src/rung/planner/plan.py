@@ -230,7 +230,7 @@ def _on_compression(plan: Plan, chosen: Estimate) -> list[str]:
     link = plan.cluster.link_of(tuple(range(plain.layout.num_ranks))).name
     share = f"Gradients over {link} take {100 * waiting_share(plain):.0f} % of a step of ddp"
     if best is None:
-        return [f"{share}; compressed they would not make it quicker."] if chosen is plain else []
+        return [f"{share}; no method that fits would make it more than 5 % quicker."] if chosen is plain else []
     gain, changes = _times(best.times_quicker), "it changes the numbers; docs/compression.md"
     if chosen is plain:
         return [f"{share}: --compress {best.compress} would make it {gain} ({changes})."]

@@ -145,6 +145,7 @@ class _Ties:
     def __init__(self, context: RuntimeContext, cut: Stages, pipeline: dist.ProcessGroup) -> None:
         world, layout = context.world, context.world.layout
         trainable = dict(context.trainable)
+        self._allows_unused, self._device = context.config.unused_parameters == "allow", world.device
         self.copies: list[tuple[str, nn.Parameter, dist.ProcessGroup]] = []
         self.counted_elsewhere: set[int] = set()
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -165,12 +166,22 @@ class _Ties:
 
     def sum_gradients(self) -> None:
         for _, parameter, group in self.copies:
+            if self._allows_unused and not self._is_used(parameter, group):
+                continue  # without a gradient an optimizer leaves it alone; with zeros it would decay
             if parameter.grad is None:  # every stage of the group must join the all-reduce
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:  # an embedding's, whose other copy has a dense one
+                parameter.grad = parameter.grad.to_dense()
             grad = parameter.grad
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             if local.numel() > 0:
                 dist.all_reduce(local, group=group)
+
+    def _is_used(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
+        """Whether a stage of the group has a gradient for it."""
+        flag = torch.tensor(float(parameter.grad is not None), device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        return bool(flag)
 
 
 def _group_of(stages: tuple[int, ...], context: RuntimeContext) -> dist.ProcessGroup | None:
@@ -181,7 +192,7 @@ def _group_of(stages: tuple[int, ...], context: RuntimeContext) -> dist.ProcessG
     each = layout.num_ranks // layout.pp
     for offset in range(each):
         ranks = [stage * each + offset for stage in stages]
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=context.world.timeout)
         if context.world.rank in ranks:
             found = group
     return found

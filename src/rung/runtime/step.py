@@ -103,6 +103,11 @@ class StepRuntime(ContextRuntime):
             if is_first:
                 if self.world.layout.num_data_ranks > 1:
                     self.notes += context.own_buffers.change_notes(buffers)
+                    if any(micro.collate_draws for micro in window.micro_batches):
+                        self.notes.append(
+                            "collate draws random numbers for the samples of a rank, so batches depend on the number "
+                            "of ranks. Draw them in the data set, for each sample, to have the same on any number"
+                        )
                 if self.parallel.is_divided:
                     context.own_buffers.refuse_created(buffers)
                 context.is_first_step = False

@@ -131,17 +131,24 @@ def _kept_generators(device: torch.device) -> Iterator[None]:
         generators.restore()
 
 
+def collate_draws(task: Task, config: RunConfig) -> bool:
+    return _first_samples(task, config).collate_draws
+
+
 def draws_random_numbers(task: Task, config: RunConfig) -> bool:
     """Whether forward or loss draws random numbers, dropout aside: whether the loss depends on the seed."""
-    layout = parse("single", 1)
-    cut = BatchPartition(config.batch_size, 1, 0, config.micro_batch)
-    batches = Batches(task.train_data(), cut, seed=config.seed, collate=task.collate)
-    reference = Reference(task, config, torch.device("cpu"), Samples(task, config, layout, batches))
+    reference = Reference(task, config, torch.device("cpu"), _first_samples(task, config))
     try:
         tolerances = tolerances_of(reference.config)
         return bool(differences(reference.figures(seed=1), reference.figures(seed=2), tolerances))
     except Exception:
         return False
+
+
+def _first_samples(task: Task, config: RunConfig) -> Samples:
+    cut = BatchPartition(config.batch_size, 1, 0, config.micro_batch)
+    batches = Batches(task.train_data(), cut, seed=config.seed, collate=task.collate)
+    return Samples(task, config, parse("single", 1), batches)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rung.checkpoint.state import set_extra_state
-from rung.data.batch_shard import BatchPartition
+from rung.data.batch_shard import BatchPartition, LocalBatch
 from rung.data.batches import Batches
 from rung.data.rng import DeviceGenerators, seed_generators
 from rung.distributed.torch_private import TorchDispatchMode
@@ -144,11 +145,26 @@ class Samples:
     def of_rank(self, rank: int) -> Batches:
         return self._read(BatchPartition(self.total, self.num_ranks, rank, self._micro))
 
-    def whole(self, cut: str = "") -> Batches:
+    def whole(self, cut: str = "") -> Iterable[LocalBatch]:
         """As one process reads them: in the same micro-batches, in "halves" of them, or all in "one"."""
+        if self.collate_draws:
+            return [self._as_ranks_read()]
         size = min(self.total, self._micro * self.num_ranks)
         sizes = {"": size, "halves": max(1, size // 2), "one": self.total}
         return self._read(BatchPartition(self.total, 1, 0, sizes[cut]))
+
+    @functools.cached_property
+    def collate_draws(self) -> bool:
+        if self._task.collate is None:
+            return False
+        (window,) = self.of_rank(0)
+        return any(micro.collate_draws for micro in window.micro_batches)
+
+    def _as_ranks_read(self) -> LocalBatch:
+        """The ranks' own micro-batches, one after the other: what `collate` draws for them, it draws for no others."""
+        windows = [window for rank in range(self.num_ranks) for window in self.of_rank(rank)]
+        own = [micro for window in windows for micro in window.micro_batches if micro.num_samples]
+        return replace(windows[0], micro_batches=[replace(m, num_global_samples=m.num_samples) for m in own])
 
     def _read(self, cut: BatchPartition) -> Batches:
         # A stream may be used up by reading it.

@@ -169,7 +169,7 @@ def test_a_rank_that_is_killed_is_named(task: Path, tmp_path: Path, backend: str
 def test_a_rank_that_does_not_come_is_named(task: Path, tmp_path: Path) -> None:
     flags = ["--backend", "mpi", "--out", "run", "--no-check", "--timeout", "6", "--set", "model.trouble=sleep"]
     output = mpi.mpirun(2, *RUNG, str(task), *flags, cwd=tmp_path, code=1)
-    assert "the job hangs in step 3: rank 1 is missing, rank 0 waits for it in all_gather" in output
+    assert "the job hangs in step 3: rank 1 has not reached all_gather, in which rank 0 waits" in output
     assert nobody_runs(str(task))
 
 

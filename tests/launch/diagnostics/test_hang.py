@@ -182,14 +182,14 @@ def training(count: int, step: int = 3) -> dict[int, RankStatus]:
 @pytest.mark.parametrize(
     ("stands", "expected", "missing"),
     [
-        ([IN_SUM, ASLEEP, IN_SUM, IN_SUM], "rank 1 is missing, ranks 0, 2, 3 wait for it in all_reduce", (1,)),
-        ([ASLEEP, ASLEEP, IN_SUM], "ranks 0, 1 are missing, rank 2 waits for them in all_reduce", (0, 1)),
+        ([IN_SUM, ASLEEP, IN_SUM, IN_SUM], "rank 1 has not reached all_reduce, in which ranks 0, 2, 3 wait", (1,)),
+        ([ASLEEP, ASLEEP, IN_SUM], "ranks 0, 1 have not reached all_reduce, in which rank 2 waits", (0, 1)),
         ([ASLEEP], "rank 0 makes no progress", (0,)),
         ([ASLEEP, ASLEEP], "ranks 0, 1 make no progress", (0, 1)),
         ([IN_SUM, IN_GATHER, IN_SUM], "rank 1 waits in all_gather at /home/u/task.py:40 in metrics, ranks 0, 2 in", ()),
         ([IN_SUM, IN_SUM], "all ranks wait in all_reduce at the same place", ()),
-        ([IN_SUM, ThreadStack("T")], "rank 1 is missing, rank 0 waits for it in all_reduce", (1,)),
-        ([IN_SUM, ThreadStack("D")], "rank 1 is missing", (1,)),
+        ([IN_SUM, ThreadStack("T")], "rank 1 has not reached all_reduce, in which rank 0 waits", (1,)),
+        ([IN_SUM, ThreadStack("D")], "rank 1 has not reached", (1,)),
     ],
 )
 def test_what_all_stacks_mean_together(stands: list[ThreadStack], expected: str, missing: tuple[int, ...]) -> None:
@@ -207,14 +207,14 @@ def test_ranks_of_other_machines_may_be_the_missing_ones() -> None:
 def test_a_rank_that_has_not_started_is_missing() -> None:
     statuses = {0: RankStatus(0, "starting", 100), 1: RankStatus(0, "not started", 0)}
     report = make_report(statuses, {0: IN_SUM}, 3.0)
-    assert report.text.startswith("the job hangs before the first step: rank 1 is missing")
+    assert report.text.startswith("the job hangs before the first step: rank 1 has not reached")
     assert "rank 1, phase not started: not started" in report.text
 
 
 def test_many_ranks_that_do_the_same_share_a_line(tmp_path: Path) -> None:
     stands = {rank: ASLEEP if rank == 17 else IN_SUM for rank in range(64)}
     report = make_report(training(64), stands, 600.0, tmp_path)
-    assert "rank 17 is missing, ranks 0-16, 18-63 wait for it" in report.text
+    assert "rank 17 has not reached all_reduce, in which ranks 0-16, 18-63 wait" in report.text
     assert len(report.text.splitlines()) == 7
     assert report.text.splitlines()[-1] == f"logs: {tmp_path}"
 

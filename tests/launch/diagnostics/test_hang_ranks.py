@@ -139,7 +139,7 @@ def test_a_rank_that_sleeps_for_ever(
     write_task(tmp_path, "sleep", rank)
     outcome = run(launcher, tmp_path, "--strategy", strategy, *flags)
     other, operation = 1 - rank, WAITS[strategy].split()[2]
-    expected = rf"the job hangs in step \d: rank {rank} is missing, rank {other} waits for it in {operation}"
+    expected = rf"the job hangs in step \d: rank {rank} has not reached {operation}, in which rank {other} waits"
     assert re.fullmatch(expected, headline(outcome)), outcome.output
     asleep = detail(outcome, rank)
     assert f", phase forward: asleep at {line_of('# in forward')} in forward: time.sleep(1000)" in asleep
@@ -149,7 +149,7 @@ def test_a_rank_that_sleeps_for_ever(
 def test_a_rank_that_computes_for_ever(launcher: WarmLauncher, tmp_path: Path) -> None:
     write_task(tmp_path, "busy")
     outcome = run(launcher, tmp_path, nproc=3)
-    assert headline(outcome).endswith("step 3: rank 1 is missing, ranks 0, 2 wait for it in all_reduce")
+    assert headline(outcome).endswith("step 3: rank 1 has not reached all_reduce, in which ranks 0, 2 wait")
     assert re.search(r"(busy|running|asleep) at task\.py:\d+ in forward", detail(outcome, 1))
     assert detail(outcome, 0) == detail(outcome, 2)
 
@@ -158,7 +158,7 @@ def test_a_rank_that_computes_for_ever(launcher: WarmLauncher, tmp_path: Path) -
 def test_a_loader_that_stalls(launcher: WarmLauncher, tmp_path: Path, workers: int) -> None:
     write_task(tmp_path, "data")
     outcome = run(launcher, tmp_path, "--set", f"workers={workers}")
-    assert headline(outcome).endswith("rank 1 is missing, rank 0 waits for it in all_reduce")
+    assert headline(outcome).endswith("rank 1 has not reached all_reduce, in which rank 0 waits")
     who = "waits for its data loader: data worker 0 is asleep" if workers else "asleep"
     place = f"{line_of('# in the data set')} in __getitem__: time.sleep(1000)"
     assert f"step 3, phase reading data: {who} at {place}" in detail(outcome, 1)
@@ -167,7 +167,7 @@ def test_a_loader_that_stalls(launcher: WarmLauncher, tmp_path: Path, workers: i
 def test_a_rank_that_never_comes_to_the_start(launcher: WarmLauncher, tmp_path: Path) -> None:
     write_task(tmp_path, "model")
     outcome = run(launcher, tmp_path)
-    assert headline(outcome).startswith("the job hangs before the first step: rank 1 is missing, rank 0 waits for it")
+    assert headline(outcome).startswith("the job hangs before the first step: rank 1 has not reached")
     assert f"phase building: asleep at {line_of('# in model')} in model" in detail(outcome, 1)
 
 
@@ -179,7 +179,7 @@ def test_a_rank_that_was_stopped(launcher: WarmLauncher, tmp_path: Path) -> None
         os.kill(statuses(folder, 2)[1].pid, signal.SIGSTOP)
 
     outcome = run(launcher, tmp_path, "--steps", "1000", during=stop)
-    assert "rank 1 is missing, rank 0 waits for it in" in headline(outcome)
+    assert "rank 1 has not reached" in headline(outcome)
     assert "stopped by a signal (SIGSTOP)" in detail(outcome, 1)
 
 

@@ -64,15 +64,14 @@ class _Scale:
 
 def _caption(rows: Sequence[tuple[int, ReportRow]], comparison: Comparison) -> str:
     caption = "Loss of each step; where curves coincide, their colours alternate"
-    others = [
-        row.loss_difference
-        for _, row in rows
-        if row.loss_difference is not None and row.strategy != comparison.reference
-    ]
-    if not others:
+    others = [row for _, row in rows if row.strategy != comparison.reference]
+    known = [row.loss_difference for row in others if row.loss_difference is not None]
+    unknown = [row.strategy for row in others if row.loss_difference is None]
+    if not known:
         return caption + "."
-    most = max(others)
-    return caption + (f": none is further than {most:.1e} from one process." if most else ": all are equal.")
+    most, few = max(known), "of the others, none" if unknown else "none"
+    lost = f" {', '.join(unknown)} cannot be compared: losses are missing or no numbers." if unknown else ""
+    return caption + (f": {few} is further than {most:.1e} from one process." if most else ": all are equal.") + lost
 
 
 def _axes(scale: _Scale) -> list[str]:

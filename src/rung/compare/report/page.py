@@ -130,18 +130,17 @@ def _key_figures(comparison: Comparison) -> str:
 
 def _loss_difference(comparison: Comparison) -> list[tuple[str, str, str]]:
     """A tile with the largest difference of a loss from one process."""
-    found = [
-        (row.loss_difference, row)
-        for row in comparison.finished
-        if row.loss_difference is not None and row.strategy != comparison.reference
-    ]
+    others = [row for row in comparison.finished if row.strategy != comparison.reference]
+    found = [(row.loss_difference, row) for row in others if row.loss_difference is not None]
     if not found:
         return []
     most, row = max(found, key=lambda pair: pair[0])
-    who = (
-        f"relative loss, {row.strategy}; the others are closer" if len(found) > 1 else f"relative loss, {row.strategy}"
-    )
-    return [("largest difference", f"{most:.1e}" if most else "none", who if most else "every loss is the same")]
+    who = f"relative loss, {row.strategy}" if most else "every loss is the same"
+    if len(found) < len(others):
+        who += f"; {len(others) - len(found)} cannot be compared"
+    elif most and len(found) > 1:
+        who += "; the others are closer"
+    return [("largest difference", f"{most:.1e}" if most else "none", who)]
 
 
 def _body(comparison: Comparison) -> str:

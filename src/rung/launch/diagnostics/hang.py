@@ -85,7 +85,7 @@ def make_report(
         if activity.operation is not None:
             waiting.setdefault(activity, []).append(rank)
     missing = [rank for rank, activity in activities.items() if activity.operation is None]
-    step = max((status.step for status in statuses.values()), default=0)
+    step = max(map(_step_of, statuses.values()), default=0)
     when = f"in step {step}" if step else "before the first step"
     lines = [f"the job hangs {when}: {_conclude(waiting, missing, has_others)}", ""]
     alike: dict[str, list[int]] = {}
@@ -106,8 +106,8 @@ def _conclude(waiting: dict[RankActivity, list[int]], missing: list[int], has_ot
     operations = " and ".join(dict.fromkeys(map(_short, waiting)))
     waits = "wait" if len(everyone) > 1 else "waits"
     if missing and everyone:
-        are, them = ("are", "them") if len(missing) > 1 else ("is", "it")
-        return f"{name_ranks(missing)} {are} missing, {name_ranks(everyone)} {waits} for {them} in {operations}"
+        have = "have" if len(missing) > 1 else "has"
+        return f"{name_ranks(missing)} {have} not reached {operations}, in which {name_ranks(everyone)} {waits}"
     if missing:
         return f"{name_ranks(missing)} {'make' if len(missing) > 1 else 'makes'} no progress"
     if len(waiting) > 1:
@@ -127,14 +127,18 @@ def _short(activity: RankActivity) -> str:
     return (activity.operation or "").partition(" (")[0]
 
 
+def _step_of(status: RankStatus) -> int:
+    return status.step + 1 if status.phase == "reading data" else status.step  # it reads for the next step
+
+
 def where(status: RankStatus) -> str:
     """The step and phase that a rank is in."""
-    step = status.step + 1 if status.phase == "reading data" else status.step  # it reads for the next step
+    step = _step_of(status)
     return f"step {step}, phase {status.phase}" if step else f"phase {status.phase}"
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """rank 3; ranks 0 and 2; ranks 0-3, 7"""
+    """rank 3; ranks 0, 2; ranks 0-3, 7"""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     runs: list[list[int]] = []

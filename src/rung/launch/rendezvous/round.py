@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # it imports torch
     from rung.launch.rendezvous.state import DynamicRendezvous
 
 _POLL_SECONDS = 0.25
+_STOP_SECONDS = 5.0
 _T = TypeVar("_T")
 
 
@@ -147,7 +148,7 @@ class PeerPoller:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_STOP_SECONDS)  # it may be in a call that the network does not answer; it is a daemon
 
     def _poll(self) -> None:
         results: dict[int, LauncherResult] = {}
@@ -156,12 +157,14 @@ class PeerPoller:
                 waiting = self._handler.num_waiting()
                 state = self._handler.state
                 gone = state.round != self._number or len(state.participants) < self._round.num_hosts
-                for host in set(range(self._round.num_hosts)) - {self._round.host, *results}:
-                    if self._store.check([f"fate/{host}"]):
-                        results[host] = read_message(LauncherResult, self._store.get(f"fate/{host}"), f"fate/{host}")
                 # Launchers beyond the maximum wait, too, and must not cause a new round.
                 room = self._max_hosts - self._round.num_hosts
                 self.peers = PeerStatus(min(waiting, room), gone, dict(results))
+                for host in set(range(self._round.num_hosts)) - {self._round.host, *results}:
+                    if self._store.check([f"fate/{host}"]):
+                        results[host] = read_message(LauncherResult, self._store.get(f"fate/{host}"), f"fate/{host}")
+                self.peers = PeerStatus(min(waiting, room), gone, dict(results))
             except Exception:
-                # The store is out of reach. The ranks do not need it while they train: keep the last status.
+                # The store is out of reach, or a message was not written by this job. The ranks do not need it while
+                # they train: keep the last status.
                 continue

@@ -112,7 +112,8 @@ def _train_job(job: SubmittedJob, cluster: PodOptions, files: Mapping[str, str])
         "serviceAccountName": cluster.service_account or job.name,
         **pull_secrets(cluster),  # those of the default account do not apply with an account of the job's own
     }
-    patch = {"name": _NODE, "template": {"spec": {"template": {"metadata": {"labels": own_labels(job)}, "spec": pod}}}}
+    labels = {**dict(cluster.labels), **own_labels(job)}
+    patch = {"name": _NODE, "template": {"spec": {"template": {"metadata": {"labels": labels}, "spec": pod}}}}
     return [
         *([account] if cluster.service_account is None else []),
         {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import re
 import secrets
 import sys
@@ -161,7 +163,11 @@ def _files_of(task: str, config_file: str | None, further: list[str]) -> dict[st
     folder = file.parent
     modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     # Some modules of torch have a __file__ without a directory, which would resolve to the working directory.
-    paths = {file, *(Path(name).resolve() for name in modules if name is not None and Path(name).is_absolute())}
+    real_folder = functools.cache(os.path.realpath)  # some thousand modules lie in some hundred folders
+    paths = {file}
+    for name in modules:
+        if name is not None and os.path.isabs(name):
+            paths.add(Path(real_folder(os.path.dirname(name)), os.path.basename(name)))
     found: dict[str, str] = {}
     origins: dict[str, Path] = {}
     for path in sorted(path for path in paths if path.is_relative_to(folder) and path.suffix == ".py"):

@@ -179,6 +179,7 @@ def rendezvous_job(job: SubmittedJob, cluster: PodOptions, subdomain: str | None
         "enableServiceLinks": False,
         **pull_secrets(cluster),
         "securityContext": pod_rights(),
+        **placement(cluster),
         "containers": [container],
         "volumes": [{"name": "scratch-0", "emptyDir": {}}],
     }
