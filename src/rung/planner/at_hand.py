@@ -1,0 +1,75 @@
+"""Measure one rank of a layout on the device that is here: real tensors, and a process group that moves nothing.
+
+Memory and the time of kernels are then those of training, whatever kernels the libraries choose. Only messages are left
+to the model of `cost.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from rung.data.batch_shard import LocalBatch
+from rung.distributed.torch_private import clear_cublas_workspaces
+from rung.distributed.world import open_fake_world
+from rung.runtime import Runtime, build_runtime
+from rung.spec.config import RunConfig
+from rung.spec.strategy import Layout
+from rung.spec.task import Task
+from rung.train.worker import make_batches
+
+_WARM_UP = 3  # steps: the first creates optimizer state, the second reuses memory, cuDNN chooses kernels
+_SECONDS = 1.0  # of timed steps, about
+_BLOCKS = 3  # of steps, of which the median counts
+
+
+@dataclass(frozen=True)
+class MeasuredRank:
+    """Peak bytes of a rank, and the seconds of a step whose messages take no time."""
+
+    seconds: float
+    allocated: int
+    reserved: int
+
+
+def measure_rank(task: Task, layout: Layout, config: RunConfig, *, rank: int = 0, device: str = "cuda") -> MeasuredRank:
+    """Build the rank and let it take steps on its first batch. On a CPU the bytes are 0: nothing counts them there."""
+    config = replace(config, steps=1, epochs=None, eval_every="never", workers=0)
+    if device == "cuda":
+        _empty_allocator()
+    with open_fake_world(layout, rank=rank, device=device, fake=False) as world:
+        runtime = build_runtime(task, world, config, total_steps=1000)
+        (batch,) = runtime.place(make_batches(task, config, world))
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = _seconds_of_a_step(runtime, batch, device)
+        del runtime, batch
+    if device != "cuda":
+        return MeasuredRank(seconds, 0, 0)
+    return MeasuredRank(seconds, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+
+def _seconds_of_a_step(runtime: Runtime, batch: LocalBatch, device: str) -> float:
+    def take(steps: int) -> float:
+        started = time.perf_counter()
+        for _ in range(steps):
+            runtime.step(batch, want_norm=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - started) / steps
+
+    take(_WARM_UP)
+    steps = max(1, min(20, int(_SECONDS / _BLOCKS / take(1))))
+    return statistics.median(take(steps) for _ in range(_BLOCKS))
+
+
+def _empty_allocator() -> None:
+    """As at the start of a process: without the memory and the workspaces of the rank before."""
+    gc.collect()
+    clear_cublas_workspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
