@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.zoo import ZOO, Scale
 from rung.spec.config import RunConfig
@@ -174,6 +174,19 @@ class Graph(nn.Module):
         return found
 
 
+class _Pairs(Dataset[dict[str, Tensor]]):
+    """The arguments of forward by their places, and the target: by default the first of them."""
+
+    def __init__(self, *inputs: Tensor, target: Tensor | None = None) -> None:
+        self._inputs, self._target = inputs, inputs[0] if target is None else target
+
+    def __len__(self) -> int:
+        return len(self._target)
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(one[index] for one in self._inputs), self._target[index]
+
+
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
@@ -199,7 +212,7 @@ def _picture(make: Callable[[Scale], nn.Module], *extra: int) -> Callable[[Scale
         def data() -> Any:
             images = torch.randn(scale.samples, 3, scale.photo, scale.photo, generator=_generator())
             more = [torch.randn(scale.samples, *([size] if size > 1 else []), generator=_generator()) for size in extra]
-            return TensorDataset(images, *more, images)
+            return _Pairs(images, *more)
 
         def loss(output: Any, target: Tensor) -> Tensor:
             if isinstance(output, Tensor):
@@ -216,7 +229,7 @@ def _graph(scale: Scale) -> Task:
     def data() -> Any:
         nodes = torch.randn(scale.samples, 512, scale.width, generator=_generator())
         edges = torch.randint(512, (scale.samples, 2, 4096), generator=_generator())
-        return TensorDataset(nodes, edges, torch.randint(5, (scale.samples,), generator=_generator()))
+        return _Pairs(nodes, edges, target=torch.randint(5, (scale.samples,), generator=_generator()))
 
     return Task(lambda: Graph(scale.width), data, F.cross_entropy, _sgd)
 
