@@ -4,14 +4,18 @@ BIN := .venv/bin
 
 .PHONY: demo system test test-all lint docs ladder bench bench-gpu bench-images bench-bubble bench-checkpoint bench-compression bench-strategies bench-faults bench-endurance bench-load chaos clean
 
-.venv/rung: pyproject.toml
+.venv/pyvenv.cfg:
 	$(PYTHON) -m venv .venv
+
+.venv/rung: pyproject.toml | .venv/pyvenv.cfg
 	$(BIN)/pip install --quiet --editable ".[examples]"
 	touch $@
 
-.venv/dev: .venv/rung
-	$(BIN)/pip install --quiet --editable ".[dev,examples,models]"
-	touch $@
+# In one call: pip takes a minute to decide on versions, and does not remember them. Python compiles what tests import:
+# all 18,000 files would take two minutes.
+.venv/dev: pyproject.toml | .venv/pyvenv.cfg
+	$(BIN)/pip install --quiet --no-compile --editable ".[dev,examples,models]"
+	touch .venv/rung $@
 
 .venv/bench: .venv/rung
 	$(BIN)/pip install --quiet --editable ".[bench,examples]"
@@ -48,6 +52,8 @@ system:
 
 # Ranks of a test are many and small: a thread each.
 test test-all: export OMP_NUM_THREADS = 1
+# Some containers set it; every process of a test would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 # In the order of the files: those with few tests, which take long, would otherwise come last and let one core wait.
 # Three at a time on two cores: many tests wait, for a scheduler, a timeout or a rank that was stopped.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder --durations 20

@@ -220,7 +220,7 @@ def _picture(make: Callable[[Scale], nn.Module], *extra: int) -> Callable[[Scale
             image, mean, spread = output
             return F.mse_loss(image, target) + 0.5 * (mean.square() + spread.exp() - 1 - spread).mean()
 
-        return Task(lambda: make(scale), data, loss, _sgd)
+        return Task(lambda: make(scale), data, loss, _sgd, forward=_with_all_inputs)
 
     return task
 
@@ -231,7 +231,11 @@ def _graph(scale: Scale) -> Task:
         edges = torch.randint(512, (scale.samples, 2, 4096), generator=_generator())
         return _Pairs(nodes, edges, target=torch.randint(5, (scale.samples,), generator=_generator()))
 
-    return Task(lambda: Graph(scale.width), data, F.cross_entropy, _sgd)
+    return Task(lambda: Graph(scale.width), data, F.cross_entropy, _sgd, forward=_with_all_inputs)
+
+
+def _with_all_inputs(model: nn.Module, batch: Any) -> Any:
+    return model(*batch[0])
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:

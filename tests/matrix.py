@@ -71,7 +71,7 @@ class Row:
         if self.model == "babycnn" and self.strategy in SERVED and self.accumulates:
             return True
         if self.num_ranks == 2:
-            return self.strategy == "ps"
+            return self.strategy == "ps" or self.accumulates != (self.model == "gpt")
         if self.num_ranks == 4:
             return self.model == "babycnn" or not self.accumulates  # two ranks have rows of both
         return self.num_ranks == 8

@@ -64,7 +64,7 @@ def take_up(strategy: str, folder: str, watch: bool = False) -> tuple[int | None
 @pytest.mark.parametrize(
     ("how", "name"),
     [
-        slow_if(how in ("pickle", "torch.save") or (how != "bit" and name == "rank-00001.safetensors"), how, name)
+        slow_if(how in ("pickle", "torch.save") or (how != "bit" and name != "rank-00000.safetensors"), how, name)
         for how in ("bit", "cut", "missing", "pickle", "torch.save")
         for name in ("rank-00000.safetensors", "rank-00001.safetensors", "manifest.json")
     ],

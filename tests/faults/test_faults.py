@@ -38,9 +38,7 @@ def base() -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize(
-    "row", [slow_if(row.name not in ("ddp", "pp2:1f1b"), row) for row in PLANS], ids=lambda row: row.name
-)
+@pytest.mark.parametrize("row", [slow_if(row.name != "ddp", row) for row in PLANS], ids=lambda row: row.name)
 def test_comes_through(base: Path, row: Row, launcher: WarmLauncher) -> None:
     possible = {pair for pairs in available_pairs().values() for pair in pairs}
     faults = order_faults([pair for pair in PLANS[row] if pair in possible], random.Random(SEED))

@@ -62,7 +62,7 @@ def peaks(runs: list[DryRun]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "checkpointing"),
-    [("single", 1, "none"), ("zero3", 8, "full"), ("pp2,zero3x2", 4, "none"), slow("zero3x2,tp2", 4, "full")],
+    [slow("single", 1, "none"), slow("zero3", 8, "full"), ("pp2,zero3x2", 4, "none"), slow("zero3x2,tp2", 4, "full")],
 )
 def test_a_block_told_again_is_a_block_run_again(strategy: str, ranks: int, checkpointing: str) -> None:
     task, repeats = text_task(model=partial(TinyGPT, layers=3, width=64)), BlockTraceCache()

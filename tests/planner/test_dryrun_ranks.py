@@ -34,12 +34,10 @@ NUM_STEPS = 4
 # All rows take minutes. These are of each kind one, on two ranks; `make test-all` runs the others.
 USUAL = (
     "ddp-gpt-2ranks-accumulated",
-    "zero1-babycnn-2ranks-accumulated",
     "zero3-gpt-2ranks-accumulated",
     "tp2-gpt-2ranks",
     "pp2:zb-gpt-2ranks-accumulated",
     "ddp-2ranks-text-compress=powersgd:2",
-    "ddp-2ranks-text-compress=topk:0.1",
 )
 
 

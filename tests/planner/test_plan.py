@@ -161,7 +161,7 @@ def test_what_building_takes_comes_before_the_steps() -> None:
 # -- fewer blocks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 8), slow("pp2,ddp2", 4)])
+@pytest.mark.parametrize(("strategy", "ranks"), [slow("single", 1), ("fsdp", 8), slow("pp2,ddp2", 4)])
 def test_what_is_added_up_from_few_blocks_agrees_with_the_whole(strategy: str, ranks: int) -> None:
     task = text_task(model=lambda: TinyGPT(layers=8, width=64))
     config = RunConfig(batch_size=4 * max(1, ranks // 2) if "pp" in strategy else 4 * ranks, device="cpu", clip=1.0)

@@ -45,7 +45,7 @@ def difference(strategy: str, model: str, **settings: Any) -> float:
         slow("pp2,fsdp2", "gpt", {"offload": "cpu"}),
         slow("fsdp2,tp2", "gpt", {"offload": "cpu"}),
         ("pp2", "gpt", {"split": "blocks.1"}),
-        ("pp2", "text", {"split": "head"}),
+        slow("pp2", "text", {"split": "head"}),
         slow("pp2,tp2", "gpt", {"split": "blocks.0"}),  # what crosses is what hooks made of an embedding's partial sums
         ("pp2,fsdp2", "gpt", {"shard_by": "whole"}),
         slow("pp2,fsdp2", "gpt", {"shard_by": "size:500"}),
@@ -61,14 +61,14 @@ def test_settings(strategy: str, model: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "model"),
     [
-        ("pp2", "images"),  # a frozen layer, parameter groups, a schedule
+        slow("pp2", "images"),  # a frozen layer, parameter groups, a schedule
         ("pp2:zb,ddp2", "images"),
         ("tp2", "images"),
         slow("pp2,ddp2", "recurrent"),
         ("tp2", "recurrent"),
-        ("tp2", "adamw"),
+        slow("tp2", "adamw"),
         ("fsdp2,tp2", "adamw"),
-        ("pp2:interleaved", "adamw"),
+        slow("pp2:interleaved", "adamw"),
     ],
 )
 def test_models(strategy: str, model: str) -> None:
@@ -76,7 +76,7 @@ def test_models(strategy: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, slow(3)])
-@pytest.mark.parametrize("strategy", [slow("pp4"), "pp2:interleaved", slow("pp2:zb,ddp2"), "pp2,fsdp2"])
+@pytest.mark.parametrize("strategy", [slow("pp4"), slow("pp2:interleaved"), slow("pp2:zb,ddp2"), "pp2,fsdp2"])
 def test_fewer_samples_than_stages_or_ranks(strategy: str, batch_size: int) -> None:
     assert difference(strategy, "text", batch_size=batch_size, micro_batch=1) < 1e-9
 

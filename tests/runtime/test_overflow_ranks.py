@@ -116,7 +116,9 @@ def test_an_overflow_on_any_ranks_is_skipped_by_all(strategy: str, optimizer: st
     check(on_ranks(trained, 2, optimizer, strategy, overflows, {"fused": fused}), alone(optimizer, fused, 2, 3))
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", "pp2,fsdp2", "fsdp2,tp2", "pp2:zb,ddp2", "pp2,tp2", "zero1x4"])
+@pytest.mark.parametrize(
+    "strategy", [slow("hsdp"), "pp2,fsdp2", "fsdp2,tp2", slow("pp2:zb,ddp2"), slow("pp2,tp2"), "zero1x4"]
+)
 def test_an_overflow_on_some_of_four_ranks_is_skipped_by_all(strategy: str) -> None:
     overflows = {2: [0, 3], 3: [0, 1, 2, 3]}
     check(on_ranks(trained, 4, "adamw", strategy, overflows, {}), alone("adamw", True, 2, 3))

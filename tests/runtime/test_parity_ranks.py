@@ -41,10 +41,11 @@ def test_strategy_matches_one_process(row: Row) -> None:
 @pytest.mark.parametrize(
     ("micro_batch", "strategy"),
     [
-        *((None, "ddp"), (None, "zero3")),
+        (None, "zero3"),
+        slow(None, "ddp"),
         *(slow(None, s) for s in ("zero1", "zero2", "hsdp", "pp4", "pp2:zb,ddp2", "pp2,fsdp2", "fsdp2,tp2", "pp2,tp2")),
-        *((2, s) for s in ("ddp", "zero1", "zero2", "zero3", "hsdp", "pp4", "pp2:zb,ddp2", "pp2,fsdp2")),
-        *(slow(2, "fsdp2,tp2"), slow(2, "pp2,tp2")),
+        *((2, s) for s in ("ddp", "zero1", "hsdp", "pp2:zb,ddp2", "pp2,fsdp2")),
+        *(slow(2, s) for s in ("zero2", "zero3", "pp4", "fsdp2,tp2", "pp2,tp2")),
     ],
 )
 def test_loss_weighted_by_tokens_matches_one_process(strategy: str, micro_batch: int | None) -> None:
@@ -74,7 +75,7 @@ def test_adamw_matches_one_process(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["zero3", slow("tp4"), slow("pp4"), slow("fsdp2,tp2"), "pp2,ddp2", "pp2:zb,zero1x2"]
+    "strategy", ["zero3", slow("tp4"), slow("pp4"), slow("fsdp2,tp2"), slow("pp2,ddp2"), "pp2:zb,zero1x2"]
 )
 def test_clipping_far_below_the_norm_scales_by_the_true_one(strategy: str) -> None:
     """At 0.1 every step is clipped: a norm that missed a stage or counted a tied weight twice would show at once."""

@@ -97,7 +97,7 @@ def test_three_samples_on_four_stages_clipped_far_below_the_norm() -> None:
 @pytest.mark.parametrize(
     ("make_task", "strategy"),
     [
-        (pipelines.frozen_start_task, "rpc-pp2"),
+        slow(pipelines.frozen_start_task, "rpc-pp2"),
         (pipelines.masked_task, "rpc-pp2"),  # shapes that change from step to step
         slow(pipelines.skipping_task, "rpc-pp4"),
         slow(pipelines.looping_task, "rpc-pp2"),

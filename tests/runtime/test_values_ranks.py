@@ -195,7 +195,7 @@ def counting_task() -> Task:
     ("task", "strategy"),
     [
         (routed_task, "pp2"),
-        (routed_task, "tp2"),
+        slow(routed_task, "tp2"),
         slow(routed_task, "pp2:zb"),
         slow(routed_task, "pp2,tp2"),
         slow(routed_task, "zero2x2,tp2"),
@@ -204,10 +204,10 @@ def counting_task() -> Task:
         (listed_task, "pp2"),
         slow(listed_task, "tp2"),
         (empty_task, "tp2"),
-        (inline_task, "pp2"),
+        slow(inline_task, "pp2"),
         (inline_task, "tp2"),
         (repeated_task, "pp2:zb"),
-        (repeated_task, "tp2"),
+        slow(repeated_task, "tp2"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -129,7 +129,7 @@ def test_a_command_listens_on_loopback_alone(launcher: WarmLauncher, command: st
 
 @pytest.mark.skipif(not possible(), reason="network namespaces need root")
 @pytest.mark.parametrize(
-    "command", ["train task.py --strategy ps --nproc 2", "bench collectives --nproc 2 --sizes 1K --seconds 0.01"]
+    "command", ["train task.py --strategy ps --nproc 2", slow("bench collectives --nproc 2 --sizes 1K --seconds 0.01")]
 )
 def test_a_job_of_one_machine_stays_on_loopback_whatever_interface_is_named(command: str, tmp_path: Path) -> None:
     with Hosts(1) as hosts:

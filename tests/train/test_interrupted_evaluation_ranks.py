@@ -78,8 +78,8 @@ def _changed(**changes: Any) -> RunConfig:
     ("strategy", "num_ranks", "how", "config"),
     [
         ("zero2", 2, "stopped", CONFIG),
-        ("zero3", 2, "stopped", CONFIG),
-        ("pp2", 2, "stopped", CONFIG),
+        slow("zero3", 2, "stopped", CONFIG),
+        slow("pp2", 2, "stopped", CONFIG),
         ("tp2", 2, "stopped", CONFIG),
         slow("hsdp", 4, "stopped", CONFIG),
         ("pp2,fsdp2", 4, "stopped", CONFIG),

@@ -32,6 +32,12 @@ def add(commands: Any) -> None:
         action="store_true",
         help="continue the run of --out if it exists, else start it: for jobs that a scheduler restarts",
     )
+    train.add_argument(
+        "--no-measure",
+        dest="measures",
+        action="store_false",
+        help="with --strategy auto: choose by the planner's model, without steps of the best layouts on this GPU",
+    )
     train.set_defaults(call=_run)
 
 
@@ -63,5 +69,6 @@ def _planned(options: argparse.Namespace, flags: dict[str, Any]) -> dict[str, An
         config_file=options.config,
         flags=flags,
         assignments=assignments_of(options.set),
+        measures=options.measures,
         log=lambda line: print(line, flush=True),
     )

@@ -55,6 +55,9 @@ def like_cuda() -> Iterator[None]:
         for name, way in (("scaled_dot_product_attention", _attention), ("dropout", _dropout)):
             operation = getattr(torch.ops.aten, name).default
             library.impl(name, _of_fakes(operation, way), "AutogradCPU", with_keyset=True)
+        for name, way in _RECURRENT.items():
+            operation = getattr(torch.ops.aten, name.partition(".")[0]).input
+            library.impl(name, _of_fakes(operation, way), "AutogradCPU", with_keyset=True)
     try:
         yield
     finally:
@@ -100,7 +103,40 @@ def _of_efficient_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[
     return [size, query.numel() * 4 + query.shape[0] * query.shape[1] * query.shape[-1] * 4]
 
 
+def _of_reduction(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """Where several blocks of threads reduce to one value, as for a bias' gradient, partial sums go through memory."""
+    values, results = inputs[0].numel(), max(1, outputs[0].numel())
+    if values // results < _LONG_REDUCTION or inputs[0].dim() == 0:
+        return []
+    return [min(values * (8 if results == 1 or results >= _MANY_RESULTS else 2), _MOST_PARTIAL_SUMS)]
+
+
+def _of_softmax_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """The product of the gradient and the result."""
+    return [_num_bytes(inputs[0])]
+
+
+def _of_safe_softmax(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    """Which values are masked."""
+    return [inputs[0].numel()]
+
+
+def _of_upsample_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+    return [] if inputs[0].is_contiguous() else [_num_bytes(inputs[0])]
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 _WORKSPACES: dict[str, Callable[[list[Tensor], list[Tensor]], list[int]]] = {
+    "aten::sum": _of_reduction,
+    "aten::mean": _of_reduction,
+    "aten::linalg_vector_norm": _of_reduction,
+    "aten::_softmax_backward_data": _of_softmax_backward,
+    "aten::_safe_softmax": _of_safe_softmax,
+    "aten::upsample_nearest2d_backward": _of_upsample_backward,
+    "aten::upsample_bilinear2d_backward": _of_upsample_backward,
     "aten::convolution": _of_convolution,
     "aten::convolution_backward": _of_convolution_backward,
     "aten::embedding_dense_backward": _of_embedding_backward,
@@ -108,6 +144,9 @@ _WORKSPACES: dict[str, Callable[[list[Tensor], list[Tensor]], list[int]]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _of_efficient_backward,
 }
 _FEW_INDICES, _RUN = 3072, 10  # constants of the embedding backward kernel
+# Of reductions: values for each result from which several blocks share it, results from which they are written in
+# vectors, and the bytes that all blocks of the device write at most.
+_LONG_REDUCTION, _MANY_RESULTS, _MOST_PARTIAL_SUMS = 1024, 128, 132 * 2**20
 
 
 def _copies(image: Tensor, weight: Tensor, result: Tensor) -> int:
@@ -119,7 +158,7 @@ def _copies(image: Tensor, weight: Tensor, result: Tensor) -> int:
     if is_pointwise and image.shape[2:] == result.shape[2:] and image.shape[2] * image.shape[3] >= _LARGE_IMAGE:
         return 0
     copied = (image, result) if is_pointwise else (image, result, weight)
-    return sum(t.numel() * t.element_size() for t in copied)
+    return sum(map(_num_bytes, copied))
 
 
 def _takes_tensors(operation: Any) -> bool:
@@ -202,8 +241,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention in half precision without a mask, plain products in fp64, else the memory-efficient kernel."""
-    if query.dim() != 4 or query.dtype not in (*_HALVES, torch.float32):
+    """Flash attention in half precision without a mask, the memory-efficient kernel in fp32 or with a mask; plain
+    products in fp64, and in fp32 if groups of queries share a key, which that kernel does not know."""
+    shares_keys = enable_gqa and query.dim() == 4 and key.shape[-3] != query.shape[-3]
+    is_plain = query.dim() != 4 or query.dtype not in (*_HALVES, torch.float32)
+    if is_plain or (shares_keys and query.dtype == torch.float32):
         found: Any = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -227,3 +269,81 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+
+
+class _Recurrence(torch.autograd.Function):
+    """The layers of an LSTM, GRU or RNN as cuDNN computes them: one call, with weights in one buffer, a reserve that
+    backward needs, and a workspace. Sizes as measured on an H200. The products of each time step depend on those of the
+    one before, so each is an operation of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, state: Tensor, num_states: int, num_gates: int, num_layers: int, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        steps, batch, _ = input.shape
+        directions, hidden = state.shape[0] // num_layers, state.shape[2]
+        buffer = input.new_empty(sum(weight.numel() for weight in weights))
+        output = input.new_empty(steps, batch, directions * hidden)
+        lasts = tuple(input.new_empty(state.shape) for _ in range(num_states))
+        kept = num_layers * (num_gates + (1 if num_states == 2 else 3)) + num_layers - 1  # values for each of `output`
+        reserve = torch.empty(output.numel() * kept * input.element_size(), dtype=torch.uint8)
+        ctx.save_for_backward(input, output, buffer, reserve)
+        ctx.shapes, ctx.state_shape = [weight.shape for weight in weights], state.shape
+        ctx.num_products, ctx.gates = steps * num_layers * directions, num_gates
+        _compute_steps(ctx, input, output, buffer, state.shape, times=1)
+        return output, *lasts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        input, output, buffer, _ = ctx.saved_tensors
+        of_input, of_state = torch.empty_like(input), input.new_empty(ctx.state_shape)
+        flat = torch.empty_like(buffer)
+        _compute_steps(ctx, input, output, buffer, ctx.state_shape, times=2)
+        parts = torch.split(flat, [shape.numel() for shape in ctx.shapes])
+        of_weights = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
+        return of_input, of_state, None, None, None, *of_weights
+
+
+def _compute_steps(ctx: Any, input: Tensor, output: Tensor, buffer: Tensor, state: torch.Size, *, times: int) -> None:
+    _, batch, hidden = state
+    directions, width = output.shape[2] // hidden, ctx.gates * hidden
+    workspace = input.new_empty(6 * output.numel() * directions + 2 * buffer.numel())
+    left, right = workspace[: batch * hidden].view(batch, hidden), buffer[: hidden * width].view(hidden, width)
+    for _ in range(ctx.num_products * times):
+        torch.mm(left, right)
+
+
+def _recurrent(num_gates: int, num_states: int) -> Callable[..., Any]:
+    def way(
+        input: Tensor,
+        hx: Any,
+        params: list[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        state: Tensor = hx[0] if num_states == 2 else hx
+        if torch.is_autocast_enabled("cpu"):
+            half = torch.get_autocast_dtype("cpu")
+            input, state = input.to(half), state.to(half)
+            params = [weight.to(half) for weight in params]
+        ordered = input.transpose(0, 1) if batch_first else input
+        output, *lasts = _Recurrence.apply(ordered, state, num_states, num_gates, num_layers, *params)  # type: ignore[no-untyped-call]
+        output = output.transpose(0, 1) if batch_first else output
+        return (output, *lasts)
+
+    return way
+
+
+_RECURRENT = {
+    "lstm.input": _recurrent(4, 2),
+    "gru.input": _recurrent(3, 1),
+    "rnn_tanh.input": _recurrent(1, 1),
+    "rnn_relu.input": _recurrent(1, 1),
+}

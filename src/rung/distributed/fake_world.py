@@ -115,11 +115,26 @@ _HELD_BY_CALL = 4  # references to an argument of an operation that autograd cal
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """torch's fake tensors, and an operation whose fake form refuses what its kernels compute."""
 
+    pretends_values = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.pretends_values and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             with self:
                 return _grouped_product(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def pretended_values(mode: Any) -> Iterator[None]:
+    """Within the context, the value of a fake scalar is 1: for optimizers that read norms, as Adafactor does. They
+    scale by them, and do the same operations whatever they are."""
+    mode.pretends_values = True
+    try:
+        yield
+    finally:
+        mode.pretends_values = False
 
 
 def _grouped_product(

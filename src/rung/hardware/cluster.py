@@ -57,7 +57,14 @@ class Device:
         if measured:
             return interpolate(measured, flops)
         peak = self.matrix.get(dtype) or self.matrix.get("fp32") or max(self.matrix.values())
-        return peak * interpolate(self.matrix_efficiency if dtype in ("bf16", "fp16") else self.full_efficiency, flops)
+        in_full = dtype in ("fp32", "fp64")
+        return peak * interpolate(self.full_efficiency if in_full else self.matrix_efficiency, flops)
+
+    def with_tf32(self) -> Device:
+        """The device for a task that lets torch round the factors of fp32 products to TF32."""
+        matrix = {**self.matrix, "fp32": self.matrix.get("tf32", self.matrix.get("fp32", 0.0))}
+        rates = {**self.rates, "fp32": self.rates["tf32"]} if "tf32" in self.rates else self.rates
+        return replace(self, matrix=matrix, rates=rates, full_efficiency=self.matrix_efficiency)
 
     def moving_rate(self, num_bytes: float) -> float:
         """Bytes per second of an operation that reads and writes `num_bytes`."""

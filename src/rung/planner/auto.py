@@ -11,6 +11,8 @@ import torch
 from rung.errors import ConfigError
 from rung.hardware.cluster import HERE, HERE_FILE, Cluster, devices, parse_cluster
 from rung.planner.calibrate import calibrate
+from rung.planner.measurements import measuring
+from rung.planner.parallel_search import TaskSource
 from rung.planner.plan import make_plan
 from rung.spec.config import count_range, resolve
 from rung.spec.task import load_task
@@ -24,6 +26,7 @@ def choose_flags(
     config_file: str | None,
     flags: Mapping[str, Any],
     assignments: Mapping[str, str],
+    measures: bool = True,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """The flags of `rung train` with the planned strategy, micro-batch and checkpointing in the place of "auto"."""
@@ -40,7 +43,9 @@ def choose_flags(
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
     nproc = high or (torch.cuda.device_count() if on_gpu else 1)
     cluster = local_cluster(nproc, on_gpu=on_gpu, log=log)
-    plan = make_plan(task.bind(resolved.arguments), config, cluster, advises=False)
+    source = TaskSource(path, resolved.arguments)
+    with measuring(source, cluster, measures=measures) as measurements:
+        plan = make_plan(task.bind(resolved.arguments), config, cluster, advises=False, measurements=measurements)
     if plan.chosen is None:
         raise ConfigError(" ".join(plan.words))
     chosen = plan.chosen

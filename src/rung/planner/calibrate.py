@@ -42,7 +42,14 @@ from rung.system.processes import num_cores
 from rung.system.units import human_bytes
 from rung.train.worker import make_batches
 
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# TF32 is fp32 for whoever asks torch for it.
+_TYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 _SIZES = (1024, 16384, 262144, 2**22, 2**24)
 _SLOW = 0.1  # seconds: after a matrix product this slow, larger ones of its dtype are skipped
@@ -64,9 +71,10 @@ def measure_abilities(nproc: int, device: str) -> Abilities:
     with open_world(parse("ddp" if nproc > 1 else "single", nproc), device=device, timeout_seconds=120) as world:
         # If processes share a core, the fastest of several times had the core to itself and must not be taken.
         stopwatch = _Stopwatch(world, takes_turns=device == "cpu" and nproc > num_cores())
-        rates = {name: _matrix_products(dtype, stopwatch) for name, dtype in _TYPES.items()}
-        # Only on a CPU: on a GPU these kernels are limited by memory, and timing one would measure the host.
-        kernels = measure_kernels(world, stopwatch) if device == "cpu" else {}
+        names = [name for name in _TYPES if device == "cuda" or name != "tf32"]
+        rates = {name: _matrix_products(name, stopwatch) for name in names}
+        types = (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16)
+        kernels = measure_kernels(world, stopwatch, types)
         found = Abilities(rates, _memory_bandwidths(stopwatch), kernels, 0.0)
     return replace(found, issue=_issue_seconds(found, device))
 
@@ -82,10 +90,29 @@ class _Stopwatch:
         """The seconds of one call."""
         self._run(function, 1)
         once = self._run(function, 1)
+        if self.where.type == "cuda" and once < _SLOW:
+            return self._replay(function, max(1, min(50, int(at_least / 2 / max(once, 1e-7)))))
         times = max(1, min(1000, int(at_least / 2 / max(once, 1e-7))))
         self._world.barrier()
         rows = [self._run(function, times) for _ in range(2 if once < _SLOW else 1)]
         return sum(rows) / len(rows) if self._takes_turns else min(rows)
+
+    def _replay(self, function: Callable[[], Any], times: int) -> float:
+        """The device's time alone: the calls as one CUDA graph, which needs no host between them. 0 if they cannot be
+        one, as calls that wait for the device."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()  # on the stream of the capture, for libraries that prepare themselves
+        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                for _ in range(times):
+                    function()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return 0.0
+        return min(self._run(graph.replay, 3) for _ in range(3)) / times
 
     def agree(self, condition: bool) -> bool:
         """Whether the condition holds on any process: all must take the same measurements."""
@@ -106,16 +133,19 @@ class _Stopwatch:
         return (time.perf_counter() - started) / times
 
 
-def _matrix_products(dtype: torch.dtype, stopwatch: _Stopwatch) -> list[Point]:
-    found = []
+def _matrix_products(name: str, stopwatch: _Stopwatch) -> list[Point]:
+    found, dtype = [], _TYPES[name]
     where = stopwatch.where
     sizes = (16, 32, 64, 128, 256, 512, 1024, 2048) if where.type == "cpu" else (64, 256, 512, 1024, 2048, 4096, 8192)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     for size in sizes:
         left, right = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
         seconds = stopwatch(partial(torch.mm, left, right))
         found.append((2.0 * size**3, 2.0 * size**3 / seconds))
         if stopwatch.agree(seconds > _SLOW):
             break
+    torch.set_float32_matmul_precision(before)
     return found
 
 
@@ -272,7 +302,7 @@ def _record(
             "matrix = {" + ", ".join(f"{n} = {max(r for _, r in c):.4g}" for n, c in one.rates.items()) + "}",
             "rates = {" + ", ".join(f"{n} = {_curve(c)}" for n, c in one.rates.items()) + "}",
             f"bandwidths = {_curve(one.bandwidths)}",
-            "kernels = {" + ", ".join(f"{n} = {_curve(c)}" for n, c in one.kernels.items()) + "}",
+            "kernels = {" + ", ".join(f'"{n}" = {_curve(c)}' for n, c in one.kernels.items()) + "}",
         ]
         if device == "cpu":
             lines += ["context = 314572800", "communicator = 0"]

@@ -15,6 +15,7 @@ from rich.text import Text
 from rung.errors import ConfigError
 from rung.hardware.cluster import parse_cluster
 from rung.planner.estimate import Estimate
+from rung.planner.measurements import measuring
 from rung.planner.parallel_search import TaskSource
 from rung.planner.plan import Plan, make_plan
 from rung.spec.config import resolve
@@ -32,6 +33,7 @@ def plan_command(
     config_file: str | None,
     flags: Mapping[str, Any],
     assignments: Mapping[str, str],
+    measures: bool,
     show_all: bool,
     as_json: bool,
 ) -> int:
@@ -55,13 +57,15 @@ def plan_command(
         )
     target = parse_cluster(cluster, Path(hardware) if hardware is not None else None)
     messages = Console(file=sys.stderr, markup=False)
-    with messages.status("planning") as shown:
+    source = TaskSource(path, resolved.arguments)
+    with messages.status("planning") as shown, measuring(source, target, measures=measures) as measurements:
         plan = make_plan(
             task.bind(resolved.arguments),
             config,
             target,
             only=config.strategy,
-            source=TaskSource(path, resolved.arguments),
+            source=source,
+            measurements=measurements,
             progress=lambda text: shown.update(Text(f"planning {task.name}: {text}")),
         )
     if as_json:
@@ -69,7 +73,7 @@ def plan_command(
     else:
         console = Console(file=sys.stdout, highlight=False, markup=False)
         if not console.is_terminal:
-            console.width = 140
+            console.width = 160
         show(plan, console, show_all=show_all)
     return 0 if plan.chosen is not None else 1
 
@@ -113,6 +117,7 @@ def _table(plan: Plan, rows: list[Estimate]) -> Table:
         ("alive", "right"),
         ("reserved", "right"),
         ("process", "right"),
+        ("grounds", "left"),
         ("micro-batches", "right"),
         ("limited by", "left"),
     ):
@@ -127,7 +132,8 @@ def _table(plan: Plan, rows: list[Estimate]) -> Table:
             f"{plan.batch_size / row.time.seconds:,.0f}",
             human_bytes(memory.allocated),
             human_bytes(memory.reserved),
-            human_bytes(memory.process),
+            f"{human_bytes(memory.process)} to {human_bytes(row.most_bytes)}",
+            "measured" if row.is_measured else "modelled",
             f"{row.num_micro_batches} x {row.micro_batch}{'' if row.checkpointing == 'none' else ' recomputed'}",
             row.time.limit,
             style="bold" if row is plan.chosen else None,

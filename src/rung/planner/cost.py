@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from rung.hardware.cluster import Cluster, Device, interpolate
 from rung.hardware.collective_records import bus_factor
 from rung.planner.dryrun import DryRun
+from rung.planner.kernels import name_of
 from rung.planner.recorder import Message
 from rung.planner.trace import Mark, Sent, Work
 from rung.spec.strategy import Layout
@@ -45,6 +46,11 @@ class StepTime:
     pipeline: float  # waiting for another stage
     host: float  # waiting for the host
     update: float = 0.0  # the part of arithmetic and memory in the optimizer and the gradient norm
+
+    @property
+    def own(self) -> float:
+        """What a rank takes whose messages take no time."""
+        return self.arithmetic + self.memory + self.host
 
     @property
     def computing(self) -> float:
@@ -79,14 +85,15 @@ class _RankClock:
     update: float = 0.0  # computing time in the update phase
 
 
-def step_time(runs: Sequence[DryRun], cluster: Cluster, *, repeated: int = 0) -> StepTime:
+def step_time(runs: Sequence[DryRun], cluster: Cluster, *, repeated: int = 0, slowdown: float = 1.0) -> StepTime:
     """Simulate the second step of these ranks, one for each stage of a pipeline.
 
-    `repeated` is the number of micro-batches that the trace leaves out; each costs as much as its last but one.
+    `repeated` is the number of micro-batches that the trace leaves out; each costs as much as its last but one. All
+    operations take `slowdown` times what the records say; messages do not.
     """
     clocks = [_RankClock(run) for run in runs]
     arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
-    simulations = [_simulate(clock, cluster, arrivals) for clock in clocks]
+    simulations = [_simulate(clock, cluster, arrivals, slowdown) for clock in clocks]
     waiting = list(range(len(simulations)))
     while waiting:
         still = [number for number in waiting if next(simulations[number], "done") != "done"]
@@ -115,7 +122,9 @@ def _can_continue(clock: _RankClock, arrivals: dict[tuple[int, int], list[float]
     return any(len(arrivals[pair]) > index for pair, index in clock.pending.values())
 
 
-def _simulate(clock: _RankClock, cluster: Cluster, arrivals: dict[tuple[int, int], list[float]]) -> Iterator[str]:
+def _simulate(
+    clock: _RankClock, cluster: Cluster, arrivals: dict[tuple[int, int], list[float]], slowdown: float
+) -> Iterator[str]:
     """Simulate one rank; yields while it waits for a message that another rank has not sent yet."""
     run = clock.run
     layout, device = run.layout, cluster.device_for(run.layout.num_ranks)
@@ -133,7 +142,7 @@ def _simulate(clock: _RankClock, cluster: Cluster, arrivals: dict[tuple[int, int
                         clock.ready[number] = arrivals[pair][index], "pipeline"
                     else:
                         yield "waits"
-            _compute(clock, event, device)
+            _compute(clock, event, device, slowdown)
         elif isinstance(event, Sent) and event.message.operation in ("send", "receive"):
             assert event.peer is not None
             other = layout.coordinates(event.peer)["pp"]
@@ -156,12 +165,13 @@ def _simulate(clock: _RankClock, cluster: Cluster, arrivals: dict[tuple[int, int
         del clock.pending[number]
 
 
-def _compute(clock: _RankClock, work: Work, device: Device) -> None:
-    clock.host += device.issue
+def _compute(clock: _RankClock, work: Work, device: Device, slowdown: float) -> None:
+    clock.host += device.issue * slowdown
     free = clock.streams[work.stream]
     ready, why = max((clock.ready.get(number, (0.0, "")) for number in work.reads), default=(0.0, ""))
     start = max(free, clock.host, ready)
     seconds, limit = duration(work, device)
+    seconds *= slowdown
     if work.stream == 0:
         if start > free:
             waits_for_host = start == clock.host and ready <= clock.host
@@ -195,14 +205,19 @@ def _communicate(clock: _RankClock, event: Sent, cluster: Cluster) -> None:
 def duration(work: Work, device: Device) -> tuple[float, str]:
     """The seconds of one operation, and whether arithmetic or memory limits it."""
     moved = work.num_bytes / device.moving_rate(work.num_bytes)
-    own = device.kernels.get(work.name)
+    own = device.kernels.get(name_of(work))
     if own is not None:
         amount = work.flops or work.num_bytes
-        return device.launch + amount / interpolate(own, amount), "arithmetic" if work.flops else "memory"
+        seconds = amount / interpolate(own, amount)
+        # A convolution of separate channels computes little and reads as much as others.
+        return device.launch + max(seconds, moved if work.flops else 0.0), "arithmetic" if work.flops else "memory"
     if not work.flops:
         return device.launch + moved, "memory"
     share = next((share for name, share in _KERNELS.items() if work.name.startswith(name)), 1.0)
-    computed = work.flops / (share * device.product_rate(_TYPES.get(work.dtype, "fp32"), work.flops))
+    dtype = _TYPES.get(work.dtype, "fp32")
+    if dtype == "fp32" and device.kind == "cuda" and work.name.startswith("convolution"):
+        dtype = "tf32"  # torch's default for cuDNN
+    computed = work.flops / (share * device.product_rate(dtype, work.flops))
     return device.launch + max(computed, moved), "arithmetic" if computed >= moved else "memory"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,6 +117,7 @@ def take_two_steps(
     # and its first step warms up the connections.
     first = window if world.layout.num_stages > 1 else replace(window, micro_batches=window.micro_batches[:1])
     tracer = tracer or Tracer(world, status)
+    _pretend_values_in_updates(runtime, world)
     tracer.gradients = lambda: gradients_of(runtime)
     tracer.follow(runtime)
     with world.tensors.mode(), repeats.recording(tracer) if repeats is not None else nullcontext():
@@ -134,6 +135,16 @@ def take_two_steps(
             runtime.step(window, want_norm=True)
     tracer.trace.settle()
     return DryRun(world.layout, world.rank, tracer.trace, second, runtime.state_bytes(), list(runtime.notes))
+
+
+def _pretend_values_in_updates(runtime: Runtime, world: World) -> None:
+    if world.tensors.fake_mode is None:
+        return
+    values = ExitStack()
+    runtime.optimizer.register_step_pre_hook(
+        lambda *_: values.enter_context(fake_world.pretended_values(world.tensors.fake_mode))
+    )
+    runtime.optimizer.register_step_post_hook(lambda *_: values.close())
 
 
 def parameters_of(runtime: Runtime) -> Iterator[Tensor]:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from rung.hardware.cluster import Cluster
+from rung.planner.at_hand import MeasuredRank
 from rung.planner.block_cache import BlockTraceCache
 from rung.planner.cost import StepTime, step_time
 from rung.planner.dryrun import DryRun, dry_run
@@ -18,6 +21,8 @@ from rung.spec.task import Task
 
 _FEW, _MORE = 2, 3  # blocks per stage in the two dry runs from which deeper models are extrapolated
 _WHOLE = 4  # up to this many blocks per stage are traced in full
+# How much more memory than is said jobs have needed, at most (docs/planner.md).
+_DOUBT, _MEASURED_DOUBT = 0.08, 0.01
 _TRACED = 3  # micro-batches: the first, one that represents the middle, and the last, which may send more
 
 
@@ -50,15 +55,23 @@ class Estimate:
     time: StepTime
     notes: tuple[str, ...] = ()
     stages: tuple[Memory, ...] = ()  # memory of each traced stage
+    is_measured: bool = False  # memory and kernels on this device; else both are modelled
+
+    @property
+    def most_bytes(self) -> int:
+        """The upper end of what a process may need."""
+        return round(self.memory.process * (1 + (_MEASURED_DOUBT if self.is_measured else _DOUBT)))
 
     def fits(self, cluster: Cluster) -> bool:
-        return self.memory.process <= cluster.device.memory
+        return self.most_bytes <= cluster.device.memory
 
 
 class Estimator:
     """Estimates layouts of one task by dry runs, which share truncated models, tensor plans and block traces."""
 
     def __init__(self, task: Task, config: RunConfig, cluster: Cluster, num_blocks: int) -> None:
+        if torch.get_float32_matmul_precision() != "highest":  # the task said so when it was loaded
+            cluster = replace(cluster, device=cluster.device.with_tf32())
         self.task, self.config, self.cluster, self.num_blocks = task, config, cluster, num_blocks
         self._proofs: dict[Any, Any] = {}
         self._shortened: dict[int, Task] = {}
@@ -70,19 +83,42 @@ class Estimator:
         if hasattr(data, "__getitem__"):
             self.task = replace(task, train_data=lambda: data)
 
-    def estimate(self, layout: Layout, checkpointing: str, micro_batch: int) -> Estimate:
-        """Estimate the layout with this micro-batch, from fewer blocks and micro-batches where these are identical."""
-        share = max(1, self.config.batch_size // layout.num_data_ranks)
-        count = -(-share // micro_batch)
-        # Once all stages are busy, each further micro-batch takes the same time if the number in flight is constant.
-        traced = _TRACED if layout.num_stages == 1 else layout.pp + 2 if layout.schedule == "1f1b" else count
-        traced = min(count, traced)
-        whole = self._whole(layout, checkpointing, micro_batch, traced, count - traced)
+    def estimate(
+        self, layout: Layout, checkpointing: str, micro_batch: int, measured: MeasuredRank | None = None
+    ) -> Estimate:
+        """Estimate the layout with this micro-batch, from fewer blocks and micro-batches where these are identical.
+
+        With a rank that was `measured` in the settings of `settings_of`, its memory counts, and its operations take as
+        long as they did.
+        """
+        count = self._num_micro_batches(layout, micro_batch)
+        traced = _num_traced(layout, count)
+        whole = self._whole(layout, checkpointing, micro_batch, traced, count - traced, measured)
         self._per_sample[_similarity_key(layout), checkpointing] = whole.memory.of_samples / micro_batch
         if layout.num_stages == 1 and checkpointing == self.config.activation_checkpointing:
             spent = whole.time.computing * layout.num_ranks
             self._computing[layout.tp] = min(spent, self._computing.get(layout.tp, spent))
         return replace(whole, num_micro_batches=count)
+
+    def settings_of(self, layout: Layout, checkpointing: str, micro_batch: int) -> RunConfig:
+        """The settings of a step that stands for the whole one: with fewer micro-batches, if these are identical."""
+        count = _num_traced(layout, self._num_micro_batches(layout, micro_batch))
+        return replace(
+            self.config,
+            activation_checkpointing=checkpointing,
+            micro_batch=micro_batch,
+            batch_size=micro_batch * count * layout.num_data_ranks,
+        )
+
+    def slower(self, row: Estimate, slowdown: float) -> Estimate:
+        """The estimate, if operations take `slowdown` times what the records say."""
+        time = row.time
+        own = {name: getattr(time, name) * slowdown for name in ("arithmetic", "memory", "pipeline", "host", "update")}
+        seconds = sum(own.values()) - own["update"] + time.messages
+        return replace(row, time=replace(time, seconds=seconds, **own))
+
+    def _num_micro_batches(self, layout: Layout, micro_batch: int) -> int:
+        return -(-max(1, self.config.batch_size // layout.num_data_ranks) // micro_batch)
 
     def least_seconds(self, layout: Layout) -> float:
         """A lower bound of the step time: the computing time of earlier estimates with the same tp and no stages,
@@ -103,47 +139,60 @@ class Estimator:
         # With 10 % slack, because layouts of one key differ a little.
         return state + 0.9 * each * micro_batch <= self.cluster.device.memory
 
-    def _whole(self, layout: Layout, checkpointing: str, micro_batch: int, count: int, repeated: int) -> Estimate:
+    def _whole(
+        self,
+        layout: Layout,
+        checkpointing: str,
+        micro_batch: int,
+        count: int,
+        repeated: int,
+        measured: MeasuredRank | None,
+    ) -> Estimate:
         """The estimate with all blocks, traced or extrapolated from fewer."""
         stages = layout.num_stages
         each = -(-self.num_blocks // stages) if self.num_blocks else 0
-        if each <= _WHOLE:
-            return self._trace_layout(layout, checkpointing, micro_batch, 0, count, repeated)
-        few, more = (
-            self._trace_layout(layout, checkpointing, micro_batch, blocks * stages, count, repeated)
-            for blocks in (_FEW, _MORE)
-        )
-        return _extend(few, more, (each - _FEW) / (_MORE - _FEW))
+        depths = [0] if each <= _WHOLE else [_FEW * stages, _MORE * stages]
+        config = self.settings_of(layout, checkpointing, micro_batch)
+        traced = [self._trace_layout(layout, config, blocks) for blocks in depths]
 
-    def _trace_layout(
-        self, layout: Layout, checkpointing: str, micro_batch: int, blocks: int, count: int, repeated: int
-    ) -> Estimate:
+        def assemble(repeated: int, slowdown: float) -> Estimate:
+            parts = []
+            for runs in traced:
+                memories = tuple(self._memory(run) for run in runs)
+                notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
+                time = step_time(runs, self.cluster, repeated=repeated, slowdown=slowdown)
+                parts.append(
+                    Estimate(layout, checkpointing, micro_batch, count, _fullest(memories), time, notes, memories)
+                )
+            return parts[0] if len(parts) == 1 else _extend(parts[0], parts[1], (each - _FEW) / (_MORE - _FEW))
+
+        if measured is None:
+            return assemble(repeated, 1.0)
+        found = assemble(repeated, measured.seconds / assemble(0, 1.0).time.own)
+        memory = found.memory
+        around = memory.process - memory.reserved
+        memory = replace(
+            memory, allocated=measured.allocated, reserved=measured.reserved, process=measured.reserved + around
+        )
+        return replace(found, memory=memory, is_measured=True)
+
+    def _trace_layout(self, layout: Layout, config: RunConfig, blocks: int) -> list[DryRun]:
+        """The first rank of each stage, with so many blocks in all, or with all of them if 0."""
         if blocks not in self._shortened:
             self._shortened[blocks] = shortened(self.task, blocks) if blocks else self.task
-        device = self.cluster.device
-        config = replace(
-            self.config,
-            activation_checkpointing=checkpointing,
-            micro_batch=micro_batch,
-            batch_size=micro_batch * count * layout.num_data_ranks,
-        )
         each = layout.num_ranks // layout.pp
-        runs = [
+        return [
             dry_run(
                 self._shortened[blocks],
                 layout,
                 config,
-                rank=stage * each,  # the first rank of the stage
-                device=device.kind,
+                rank=stage * each,
+                device=self.cluster.device.kind,
                 proofs=self._proofs,
                 repeats=self._repeats,
             )
             for stage in range(layout.pp)
         ]
-        memories = tuple(self._memory(run) for run in runs)
-        notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
-        time = step_time(runs, self.cluster, repeated=repeated)
-        return Estimate(layout, checkpointing, micro_batch, count, _fullest(memories), time, notes, memories)
 
     def _memory(self, run: DryRun) -> Memory:
         device = self.cluster.device_for(run.layout.num_ranks)
@@ -158,6 +207,12 @@ class Estimator:
             kinds["workspaces"] = sum(spaces.values())
         process = reserved + device.context + groups * device.communicator
         return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank)
+
+
+def _num_traced(layout: Layout, count: int) -> int:
+    """How many of `count` micro-batches stand for all. Once all stages are busy, each further one takes the same time
+    if the number in flight is constant."""
+    return min(count, _TRACED if layout.num_stages == 1 else layout.pp + 2 if layout.schedule == "1f1b" else count)
 
 
 def _similarity_key(layout: Layout) -> tuple[Any, ...]:

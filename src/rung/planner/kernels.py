@@ -6,7 +6,7 @@ The FLOPs and bytes of each come from the tracer that dry runs use, so that a me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,39 +31,66 @@ class Kernel:
     inputs: tuple[Tensor, ...]
 
 
-def kernels(where: torch.device) -> Iterator[Kernel]:
+@dataclass(frozen=True)
+class Sizes:
+    rows: tuple[int, ...]
+    width: int
+    lengths: tuple[int, ...]  # of sequences
+    images: tuple[tuple[int, int, int], ...]  # samples, channels, pixels of a side
+
+
+SIZES = {
+    "cpu": Sizes((16, 256, 4096), 256, (32, 128, 512), ((8, 16, 8), (16, 32, 16), (32, 64, 28))),
+    "cuda": Sizes(
+        (64, 1024, 16384, 65536), 1024, (128, 512, 2048), ((8, 32, 14), (32, 64, 28), (32, 128, 56), (64, 256, 56))
+    ),
+}
+
+
+def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Kernel]:
     """Common kernels of models in a few sizes."""
+    sizes = SIZES[where.type]
+    width = sizes.width
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=where, requires_grad=True)
+        return torch.randn(*shape, device=where, dtype=dtype, requires_grad=True)
 
-    for rows in (16, 256, 4096):
+    for rows in sizes.rows:
         for function in (F.gelu, F.silu, F.relu, torch.tanh, torch.sigmoid, torch.exp):
-            yield Kernel(function, (random(rows, 256),))
-        yield Kernel(partial(F.softmax, dim=-1), (random(rows, 256),))
-        yield Kernel(partial(F.log_softmax, dim=-1), (random(rows, 256),))
-        yield Kernel(lambda x, w, b: F.layer_norm(x, (256,), w, b), (random(rows, 256), random(256), random(256)))
-        yield Kernel(partial(F.dropout, p=0.1), (random(rows, 256),))
+            yield Kernel(function, (random(rows, width),))
+        yield Kernel(partial(F.softmax, dim=-1), (random(rows, width),))
+        yield Kernel(partial(F.log_softmax, dim=-1), (random(rows, width),))
+        normalise = partial(_layer_norm, width)
+        yield Kernel(normalise, (random(rows, width), random(width), random(width)))
+        yield Kernel(partial(F.dropout, p=0.1), (random(rows, width),))
+        yield Kernel(partial(torch.sum, dim=0), (random(rows, width),))
         places = torch.randint(0, 512, (rows,), device=where)
-        yield Kernel(lambda w, p=places: F.embedding(p, w), (random(512, 256),))
-    for length in (32, 128, 512):
+        yield Kernel(lambda w, p=places: F.embedding(p, w), (random(512, width),))
+    for length in sizes.lengths:
         attend = partial(F.scaled_dot_product_attention, is_causal=True)
         yield Kernel(attend, tuple(random(4, 4, length, 64) for _ in range(3)))
-    for batch, width, pixels in ((8, 16, 8), (16, 32, 16), (32, 64, 28)):
-        image = random(batch, width, pixels, pixels)
-        yield Kernel(partial(F.conv2d, padding=1), (image, random(width, width, 3, 3)))
+    for batch, channels, pixels in sizes.images:
+        image = random(batch, channels, pixels, pixels)
+        yield Kernel(partial(F.conv2d, padding=1), (image, random(channels, channels, 3, 3)))
         yield Kernel(partial(F.max_pool2d, kernel_size=2), (image,))
-        yield Kernel(partial(F.batch_norm, training=True), (image, *_statistics(width, where), random(width)))
+        yield Kernel(partial(F.group_norm, num_groups=8), (image,))
+        yield Kernel(partial(F.batch_norm, training=True), (image, *_statistics(channels, where), random(channels)))
+
+
+def _layer_norm(width: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, (width,), weight, bias)
 
 
 def _statistics(width: int, where: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(width, device=where), torch.ones(width, device=where)
 
 
-def measure_kernels(world: World, time: Callable[[Callable[[], Any]], float]) -> dict[str, list[Point]]:
+def measure_kernels(
+    world: World, time: Callable[[Callable[[], Any]], float], types: Sequence[torch.dtype] = (torch.float32,)
+) -> dict[str, list[Point]]:
     """For each operation, points of (amount in a call, amount per second), in FLOPs, or in bytes if it has none."""
     found: dict[str, list[Point]] = {}
-    for kernel in kernels(world.device):
+    for kernel in itertools.chain.from_iterable(kernels(world.device, dtype) for dtype in types):
         tracer = Tracer(world, StatusWriter())
         with tracer:
             output = kernel.call(*kernel.inputs)
@@ -76,9 +103,15 @@ def measure_kernels(world: World, time: Callable[[Callable[[], Any]], float]) ->
             back()
         for work, call in ((forward, partial(kernel.call, *kernel.inputs)), (_main(tracer.trace.works()), back)):
             if work is not None:
-                amount = float(work.flops or work.num_bytes)
-                found.setdefault(work.name, []).append((amount, amount / time(call)))
+                amount, seconds = float(work.flops or work.num_bytes), time(call)
+                if seconds > 0:
+                    found.setdefault(name_of(work), []).append((amount, amount / seconds))
     return {name: _fastest_points(points) for name, points in found.items()}
+
+
+def name_of(work: Work) -> str:
+    """The name under which a kernel is recorded: with its type, unless that is fp32."""
+    return work.name if work.dtype == "float32" else f"{work.name}:{work.dtype}"
 
 
 def _main(works: list[Work]) -> Work | None:

@@ -15,6 +15,7 @@ from rung.hardware.cluster import Cluster
 from rung.planner.candidates import layouts_for, named_layout
 from rung.planner.compression_advice import Advice, best_of, plain_ddp, try_compression, waiting_share
 from rung.planner.estimate import Estimate, Estimator
+from rung.planner.measurements import Measurements, refine
 from rung.planner.parallel_search import FEW, TaskSource, search_in_processes
 from rung.planner.search import WORTH_IT, Rejected, gib, search
 from rung.planner.truncated_model import count_blocks
@@ -82,6 +83,8 @@ def _row_as_json(row: Estimate, batch_size: int) -> dict[str, Any]:
         "activation_checkpointing": row.checkpointing,
         "memory": asdict(row.memory),
         "time": {**asdict(row.time), "limit": row.time.limit},
+        "grounds": "measured" if row.is_measured else "modelled",
+        "process_at_most": row.most_bytes,
         "samples_per_second": batch_size / row.time.seconds,
     }
 
@@ -94,11 +97,13 @@ def make_plan(
     only: str | None = None,
     advises: bool = True,
     source: TaskSource | None = None,
+    measurements: Measurements | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Estimate the candidate layouts of the cluster, or `only` one; with `advises`, also compressed gradients.
 
-    With the `source` of the task, many layouts are searched in several processes.
+    With the `source` of the task, many layouts are searched in several processes. With `measurements`, the layouts that
+    may be the best are measured on this machine's device.
     """
     progress = progress or (lambda text: None)
     named = [named_layout(only, cluster, config.schedule)] if only is not None else None
@@ -118,6 +123,10 @@ def make_plan(
     rows = [row for one in found for row in one.rows]
     rejected = [one.rejected for one in found if one.rejected is not None]
     rows.sort(key=lambda row: row.time.seconds)
+    notes: list[str] = []
+    if measurements is not None:
+        rows, too_large, notes = refine(rows, estimator, measurements, progress)
+        rejected += too_large
     chosen = choose(rows)
     plan = Plan(
         task.name,
@@ -132,7 +141,18 @@ def make_plan(
         recomputes=config.activation_checkpointing != "none",
         compress=config.compress,
     )
-    return replace(plan, chosen=chosen, words=explain_choice(plan, chosen))
+    return replace(plan, chosen=chosen, words=[*explain_choice(plan, chosen), *_grounds(plan), *notes])
+
+
+def _grounds(plan: Plan) -> list[str]:
+    """What the figures rest on."""
+    if not plan.rows:
+        return []
+    measured = [row.layout.name for row in plan.rows if row.is_measured]
+    if not measured:
+        return [f"Modelled, from {plan.cluster.device.source}; what fits is judged by the upper end of its memory."]
+    others = "; the rest is modelled" if len(measured) < len(plan.rows) else ""
+    return [f"Measured on this device: {', '.join(measured)}, but for messages between devices{others}."]
 
 
 def _whole_model(estimator: Estimator) -> Estimate:

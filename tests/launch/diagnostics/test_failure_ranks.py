@@ -572,7 +572,7 @@ def test_ctrl_c_while_starting_ends_with_one_line(tmp_path: Path) -> None:
     assert outcome.output.strip() == "interrupted"
 
 
-@pytest.mark.parametrize("limit", ["ulimit -n 64", "ulimit -S -n 64"])
+@pytest.mark.parametrize("limit", ["ulimit -n 64", slow("ulimit -S -n 64")])
 def test_with_few_open_files_a_job_is_refused_or_raises_the_limit_and_ctrl_c_ends_it(
     tmp_path: Path, limit: str
 ) -> None:

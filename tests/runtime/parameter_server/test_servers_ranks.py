@@ -250,7 +250,7 @@ def rows(folder: Path, event: str) -> list[dict[str, Any]]:
     return [row for row in lines if row["event"] == event]
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [slow(1), 2])
 def test_without_staleness_ps_async_is_one_process(task_file: Path, servers: int) -> None:
     """Batch norm's statistics, the schedule, the norm and the evaluation included."""
     settings: dict[str, Any] = {"epochs": 3, "clip": 0.5}
