@@ -116,7 +116,7 @@ def test_the_best_are_measured_and_what_does_not_fit_is_tried_in_smaller_pieces(
     smallest = estimator.estimate(parse("ddp", 2), "none", 1)
     found, rejected, _ = refine([smallest], estimator, Told({"ddp": [None]}), lambda text: None)
     assert found == [] and [one.layout.name for one in rejected] == ["ddp"]
-    told = Told({"single": [MeasuredRank(3 * rows[0].time.own, 1, 1)]})
+    told = Told({"ddp": [MeasuredRank(3 * rows[1].time.own, 1, 1)]})
     found, _, said = refine(rows, estimator, told, lambda text: None)
     before = {row.layout.name: row.time.own for row in rows}
     assert {row.layout.name: round(row.time.own / before[row.layout.name], 1) for row in found} == {
