@@ -132,7 +132,6 @@ def _num_bytes(tensor: Tensor) -> int:
 _WORKSPACES: dict[str, Callable[[list[Tensor], list[Tensor]], list[int]]] = {
     "aten::sum": _of_reduction,
     "aten::mean": _of_reduction,
-    "aten::linalg_vector_norm": _of_reduction,
     "aten::_softmax_backward_data": _of_softmax_backward,
     "aten::_safe_softmax": _of_safe_softmax,
     "aten::upsample_nearest2d_backward": _of_upsample_backward,

@@ -7,11 +7,12 @@ what torch would do, and why that needs data.
 import contextlib
 import functools
 import importlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -116,10 +117,17 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """torch's fake tensors, and an operation whose fake form refuses what its kernels compute."""
 
     pretends_values = False
+    pretends_draws = False  # never while a model is cut: what it then computes must not depend on a number of chance
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.pretends_values and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
+        is_draw = func in (torch.ops.aten.rand.default, torch.ops.aten.rand.generator)
+        if self.pretends_draws and is_draw and math.prod(args[0]) == 1:
+            # A model that drops whole layers reads such a number, and torch computes with the values of constants.
+            drawn = super().__torch_dispatch__(func, types, args, kwargs or {})
+            cast(Any, drawn).constant = torch.full((), 0.5).expand(args[0]).clone()
+            return drawn
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             with self:
                 return _grouped_product(*args, **(kwargs or {}))

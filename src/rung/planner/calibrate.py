@@ -91,28 +91,20 @@ class _Stopwatch:
         self._run(function, 1)
         once = self._run(function, 1)
         if self.where.type == "cuda" and once < _SLOW:
-            return self._replay(function, max(1, min(50, int(at_least / 2 / max(once, 1e-7)))))
+            return self._device_seconds(function, max(3, min(50, int(at_least / 2 / max(once, 1e-7)))))
         times = max(1, min(1000, int(at_least / 2 / max(once, 1e-7))))
         self._world.barrier()
         rows = [self._run(function, times) for _ in range(2 if once < _SLOW else 1)]
         return sum(rows) / len(rows) if self._takes_turns else min(rows)
 
-    def _replay(self, function: Callable[[], Any], times: int) -> float:
-        """The device's time alone: the calls as one CUDA graph, which needs no host between them. 0 if they cannot be
-        one, as calls that wait for the device."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function()  # on the stream of the capture, for libraries that prepare themselves
-        torch.cuda.current_stream().wait_stream(stream)
-        try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                for _ in range(times):
-                    function()
-        except RuntimeError:
-            torch.cuda.synchronize()
-            return 0.0
-        return min(self._run(graph.replay, 3) for _ in range(3)) / times
+    def _device_seconds(self, function: Callable[[], Any], times: int) -> float:
+        """The device's own time in a call, as its profiler counts it: a small kernel ends before the host has issued
+        the next."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(times):
+                function()
+            torch.cuda.synchronize(self.where)
+        return float(sum(one.self_device_time_total for one in profile.key_averages())) / 1e6 / times
 
     def agree(self, condition: bool) -> bool:
         """Whether the condition holds on any process: all must take the same measurements."""

@@ -117,7 +117,7 @@ def take_two_steps(
     # and its first step warms up the connections.
     first = window if world.layout.num_stages > 1 else replace(window, micro_batches=window.micro_batches[:1])
     tracer = tracer or Tracer(world, status)
-    _pretend_values_in_updates(runtime, world)
+    _pretend_values(runtime, world)
     tracer.gradients = lambda: gradients_of(runtime)
     tracer.follow(runtime)
     with world.tensors.mode(), repeats.recording(tracer) if repeats is not None else nullcontext():
@@ -137,9 +137,11 @@ def take_two_steps(
     return DryRun(world.layout, world.rank, tracer.trace, second, runtime.state_bytes(), list(runtime.notes))
 
 
-def _pretend_values_in_updates(runtime: Runtime, world: World) -> None:
+def _pretend_values(runtime: Runtime, world: World) -> None:
+    """In steps, for numbers that a model draws by itself; in updates, for those that an optimizer reads."""
     if world.tensors.fake_mode is None:
         return
+    world.tensors.fake_mode.pretends_draws = True
     values = ExitStack()
     runtime.optimizer.register_step_pre_hook(
         lambda *_: values.enter_context(fake_world.pretended_values(world.tensors.fake_mode))

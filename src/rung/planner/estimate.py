@@ -19,6 +19,7 @@ from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import Task
 
+_BY_CUBLAS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "dot")  # which has workspaces of its own
 _FEW, _MORE = 2, 3  # blocks per stage in the two dry runs from which deeper models are extrapolated
 _WHOLE = 4  # up to this many blocks per stage are traced in full
 # How much more memory than is said jobs have needed, at most (docs/planner.md).
@@ -198,7 +199,8 @@ class Estimator:
         device = self.cluster.device_for(run.layout.num_ranks)
         on_gpu = device.kind == "cuda"
         peak = find_peak(run.trace, rounding=ROUNDING if on_gpu else 1)
-        spaces = dict(device.workspaces) if on_gpu else {}
+        used = {work.phase for work in run.trace.works() if work.name in _BY_CUBLAS}
+        spaces = {phase: size for phase, size in device.workspaces.items() if on_gpu and phase in used}
         allocated = peak.num_bytes + sum(spaces.values())
         reserved = reserve(run.trace, spaces) if on_gpu else allocated
         groups = sum(size > 1 for size in run.layout.axes.values()) if run.layout.is_distributed else 0

@@ -67,7 +67,7 @@ class Measurements:
         self, source: TaskSource, device: str = "cuda", *, kept: Path = KEPT, seconds: float = _SECONDS
     ) -> None:
         self._source, self._device, self._path = source, device, kept
-        self._until = time.monotonic() + seconds
+        self._seconds, self._until = seconds, 0.0
         self._pool: ProcessPoolExecutor | None = None
         self._known: dict[str, Any] = _read(kept)
 
@@ -86,6 +86,7 @@ class Measurements:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, layout: Layout, config: RunConfig, ranks: tuple[int, ...]) -> MeasuredRank | None:
+        self._until = self._until or time.monotonic() + self._seconds  # from the first measurement on
         left = self._until - time.monotonic()
         if left <= 0:
             raise OutOfTime("the time for measurements was over")
