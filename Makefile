@@ -11,10 +11,9 @@ BIN := .venv/bin
 	$(BIN)/pip install --quiet --editable ".[examples]"
 	touch $@
 
-# In one call: pip takes a minute to decide on versions, and does not remember them. Python compiles what tests import:
-# all 18,000 files would take two minutes.
+# In one call: pip takes a minute to decide on versions, and does not remember them.
 .venv/dev: pyproject.toml | .venv/pyvenv.cfg
-	$(BIN)/pip install --quiet --no-compile --editable ".[dev,examples,models]"
+	$(BIN)/pip install --quiet --editable ".[dev,examples,models]"
 	touch .venv/rung $@
 
 .venv/bench: .venv/rung
@@ -52,8 +51,6 @@ system:
 
 # Ranks of a test are many and small: a thread each.
 test test-all: export OMP_NUM_THREADS = 1
-# Some containers set it; every process of a test would compile torch anew.
-unexport PYTHONDONTWRITEBYTECODE
 # In the order of the files: those with few tests, which take long, would otherwise come last and let one core wait.
 # Three at a time on two cores: many tests wait, for a scheduler, a timeout or a rank that was stopped.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder --durations 20

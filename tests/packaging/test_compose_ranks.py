@@ -65,7 +65,9 @@ def test_the_services_train(
         shutil.copytree(task, cluster.claim("small"), dirs_exist_ok=True)
         # A setting of the task in place of a flag: the steps wait until the test has done what it does to them.
         path = cluster.claim("small") / "task.py"
-        path.write_text(path.read_text().replace("nap=0.0", "nap=2.0"))
+        path.write_text(
+            path.read_text().replace("nap=0.0", "nap=2.00")
+        )  # of another size: Python compares size and second
         rendezvous = cluster.start(container_of(services["rendezvous"], "rung-rendezvous-1", "rendezvous"))
         workers = [_start(cluster, services, number) for number in range(services["worker"]["deploy"]["replicas"])]
         cluster.wait(lambda: 3 in worlds(cluster), "three workers")

@@ -30,13 +30,13 @@ def add(commands: Any) -> None:
     train.add_argument(
         "--resume-if-there",
         action="store_true",
-        help="continue the run of --out if it exists, else start it: for jobs that a scheduler restarts",
+        help="continue the run of --out if it exists, else start it: for jobs that are restarted",
     )
     train.add_argument(
         "--no-measure",
         dest="measures",
         action="store_false",
-        help="with --strategy auto: choose by the planner's model, without steps of the best layouts on this GPU",
+        help="with --strategy auto: plan without measuring layouts on this GPU",
     )
     train.set_defaults(call=_run)
 

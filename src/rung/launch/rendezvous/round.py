@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -157,14 +158,17 @@ class PeerPoller:
                 waiting = self._handler.num_waiting()
                 state = self._handler.state
                 gone = state.round != self._number or len(state.participants) < self._round.num_hosts
-                # Launchers beyond the maximum wait, too, and must not cause a new round.
-                room = self._max_hosts - self._round.num_hosts
-                self.peers = PeerStatus(min(waiting, room), gone, dict(results))
                 for host in set(range(self._round.num_hosts)) - {self._round.host, *results}:
                     if self._store.check([f"fate/{host}"]):
-                        results[host] = read_message(LauncherResult, self._store.get(f"fate/{host}"), f"fate/{host}")
+                        with contextlib.suppress(EnvironmentProblem):  # not a message of this job: as if it were none
+                            results[host] = self._read_result(host)
+                # Launchers beyond the maximum wait, too, and must not cause a new round.
+                room = self._max_hosts - self._round.num_hosts
+                # Results and who is gone at once: whoever left with a result is not lost.
                 self.peers = PeerStatus(min(waiting, room), gone, dict(results))
             except Exception:
-                # The store is out of reach, or a message was not written by this job. The ranks do not need it while
-                # they train: keep the last status.
+                # The store is out of reach. The ranks do not need it while they train: keep the last status.
                 continue
+
+    def _read_result(self, host: int) -> LauncherResult:
+        return read_message(LauncherResult, self._store.get(f"fate/{host}"), f"fate/{host}")
