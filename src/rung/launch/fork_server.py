@@ -8,8 +8,9 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
@@ -32,22 +33,69 @@ _MAX_TEMPORARY_BYTES = 64
 
 
 def start_fork_server(modules: Sequence[str] = _PRELOADED) -> None:
-    """Start the server in the background. It imports torch while the launcher does."""
+    """Start the server in the background.
+
+    If this process has not imported torch yet, the server is forked from it right after that import, which takes two
+    seconds and then is not made twice. Later would not do: a fork of a process that has asked for its GPUs cannot use
+    them.
+    """
     raise_file_limit()
     _shorten_temporary_folder()
     # On some processors oneDNN writes /tmp/perf-PID.map for a profiler, and leaves a file for each rank.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     # The exit handler must be imported last: atexit calls the handler that was registered last first.
     multiprocessing.set_forkserver_preload([*modules, "rung.launch.fork_server_exit"])
+    forks = "torch" not in sys.modules and sys.platform == "linux"
+    if forks:
+        import torch  # noqa: F401  (for the server)
     # The tracker starts first, because starting it unblocks the signals again.
     signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
-        forkserver.ensure_running()
+        with _forked() if forks else contextlib.nullcontext():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
     atexit.register(stop_fork_server)
+
+
+@contextlib.contextmanager
+def _forked() -> Iterator[None]:
+    """Let multiprocessing fork its server from this process; it has no setting for that, it starts a new Python."""
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _fork
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Do in a fork what `python -c CODE`, the last argument, would do in a new process. Returns the process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        atexit._clear()
+        kept = {0, 1, 2, *passfds, resource_tracker.getfd()}
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in kept:
+                with contextlib.suppress(OSError):  # the one that listed this folder
+                    os.close(int(name))
+        exec(args[-1], {})
+    except SystemExit:
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(code)
 
 
 def _shorten_temporary_folder() -> None:
