@@ -9,7 +9,7 @@ import pytest
 from rung.hardware.cluster import parse_cluster
 from rung.planner.at_hand import MeasuredRank
 from rung.planner.estimate import Estimator
-from rung.planner.measurements import Measurements, OutOfTime, device_at_hand, refine
+from rung.planner.measurements import Measurements, NotMeasured, OutOfTime, device_at_hand, refine
 from rung.planner.parallel_search import TaskSource
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout, parse
@@ -47,7 +47,6 @@ def test_a_measurement_is_made_in_another_process_and_kept(tmp_path: Path) -> No
     source = TaskSource(file, {})
     measurements = Measurements(source, "cpu", kept=kept)
     found = [measurements.measure(parse(name, ranks), CONFIG, (0,)) for name, ranks in (("single", 1), ("zero3", 4))]
-    measurements.close()
     assert all(one is not None and one.seconds > 0 for one in found)
     again = Measurements(source, "cpu", kept=kept, seconds=0)
     assert again.measure(parse("zero3", 4), CONFIG, (0,)) == found[1]
@@ -62,9 +61,11 @@ def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
     file = tmp_path / "task.py"
     file.write_text(TASK.replace("return nn.functional", "raise ValueError('never')\n    return nn.functional"))
     measurements = Measurements(TaskSource(file, {}), "cpu", kept=tmp_path / "measured.json")
-    with pytest.raises(OutOfTime, match=r"ddp could not be measured: .*never"):
+    with pytest.raises(NotMeasured, match=r"ddp could not be measured: ValueError: never"):
         measurements.measure(parse("ddp", 2), CONFIG, (0,))
-    measurements.close()
+    file.write_text(TASK.replace("return nn.functional", "import os; os.abort()\n    return nn.functional"))
+    with pytest.raises(NotMeasured, match=r"ddp could not be measured: its process was ended by SIGABRT"):
+        measurements.measure(parse("ddp", 2), CONFIG, (0,))
 
 
 def test_measured_operations_take_as_long_as_they_did_and_messages_as_long_as_is_said() -> None:
@@ -87,7 +88,7 @@ def test_measured_operations_take_as_long_as_they_did_and_messages_as_long_as_is
 class Told(Measurements):
     """Answers in the place of a device."""
 
-    def __init__(self, answers: dict[str, list[MeasuredRank | None]]) -> None:
+    def __init__(self, answers: dict[str, list[MeasuredRank | NotMeasured | None]]) -> None:
         self.answers = answers
         self.asked: list[tuple[str, int, tuple[int, ...]]] = []
 
@@ -96,7 +97,10 @@ class Told(Measurements):
         answers = self.answers.get(layout.name)
         if not answers:
             raise OutOfTime("it is late")
-        return answers.pop(0)
+        answer = answers.pop(0)
+        if isinstance(answer, NotMeasured):
+            raise answer
+        return answer
 
 
 def test_the_best_are_measured_and_what_does_not_fit_is_tried_in_smaller_pieces() -> None:
@@ -123,6 +127,17 @@ def test_the_best_are_measured_and_what_does_not_fit_is_tried_in_smaller_pieces(
         "single": 3.0, "ddp": 3.0, "pp2": 3.0,
     }, "what was not measured is as much slower"  # fmt: skip
     assert said == ["it is late: figures of the other layouts are modelled."]
+
+
+def test_a_layout_that_cannot_be_measured_keeps_none_of_the_others_from_it() -> None:
+    config, cluster = RunConfig(batch_size=8, device="cpu"), parse_cluster("2xH100")
+    estimator = Estimator(text_task(), config, cluster, 0)
+    rows = [estimator.estimate(parse(name, ranks), "none", 4) for name, ranks in (("single", 1), ("ddp", 2))]
+    broken = NotMeasured("ddp could not be measured: it broke")
+    told = Told({"ddp": [broken], "single": [MeasuredRank(1.0, 1, 1)]})
+    found, _, said = refine(rows, estimator, told, lambda text: None)
+    assert said == [f"{broken}. Its figures are modelled."]
+    assert {row.layout.name for row in found if row.is_measured} == {"single"}
 
 
 def test_only_the_planned_device_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import platform
 import random
 import struct
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,16 @@ def restore_generators(state: tuple[Any, Any, torch.Tensor]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
+
+
+@contextlib.contextmanager
+def keeping_generators() -> Iterator[None]:
+    """Restore the generators afterwards."""
+    saved = save_generators()
+    try:
+        yield
+    finally:
+        restore_generators(saved)
 
 
 class DeviceGenerators:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from rung.data.batch_shard import BatchPartition, MicroBatch, SampleRange
 from rung.data.permutation import Permutation, mix
-from rung.data.rng import GeneratorMarks, restore_generators, save_generators, seed_generators
+from rung.data.rng import GeneratorMarks, keeping_generators, restore_generators, save_generators, seed_generators
 from rung.errors import DataError
 
 _EXAMPLES = 2
@@ -25,8 +25,7 @@ _EXAMPLES = 2
 def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Any:
     """A batch of the first samples, to inspect its structure: the same on every rank, since they cut a model by it.
     Restores the random generators."""
-    saved = save_generators()
-    try:
+    with keeping_generators():
         seed_generators(0)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             samples = list(itertools.islice(iter(dataset), _EXAMPLES))
@@ -35,8 +34,6 @@ def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> A
         if not samples:
             raise DataError(f"the data set {type(dataset).__name__} is empty.")
         return (collate or default_collate)(samples)
-    finally:
-        restore_generators(saved)
 
 
 class _Collator:
@@ -48,6 +45,8 @@ class _Collator:
         self.draws = False
 
     def __call__(self, samples: list[Any], *place: int) -> Any:
+        if self._collate is default_collate:  # it draws none
+            return self._collate(samples)
         if not self.draws:
             before = GeneratorMarks()
             data = self._collate(samples)
@@ -55,12 +54,9 @@ class _Collator:
                 return data
             self.draws = True
             before.restore()
-        saved = save_generators()
-        try:
+        with keeping_generators():
             seed_generators(mix(*place))
             return self._collate(samples)
-        finally:
-            restore_generators(saved)
 
 
 class SampleReader:
@@ -93,15 +89,12 @@ class SampleReader:
                 return items
             self._draws_random_numbers = True
             before.restore()
-        saved = save_generators()
-        try:
+        with keeping_generators():
             items = []
             for position, index in zip(range(piece.start, piece.stop), samples, strict=True):
                 seed_generators(mix(self._seed, piece.epoch, position))
                 items.append(self._dataset[index])
             return items
-        finally:
-            restore_generators(saved)
 
 
 class StreamReader(IterableDataset[MicroBatch]):

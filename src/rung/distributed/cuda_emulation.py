@@ -280,37 +280,38 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, state: Tensor, num_states: int, num_gates: int, num_layers: int, *weights: Tensor
+        ctx: Any, input: Tensor, num_states: int, num_gates: int, num_layers: int, *states_and_weights: Tensor
     ) -> tuple[Tensor, ...]:
+        states, weights = states_and_weights[:num_states], states_and_weights[num_states:]
         steps, batch, _ = input.shape
-        directions, hidden = state.shape[0] // num_layers, state.shape[2]
+        directions, hidden = states[-1].shape[0] // num_layers, states[-1].shape[2]  # an LSTM's first may be projected
         buffer = input.new_empty(sum(weight.numel() for weight in weights))
-        output = input.new_empty(steps, batch, directions * hidden)
-        lasts = tuple(input.new_empty(state.shape) for _ in range(num_states))
-        kept = num_layers * (num_gates + (1 if num_states == 2 else 3)) + num_layers - 1  # values for each of `output`
-        reserve = torch.empty(output.numel() * kept * input.element_size(), dtype=torch.uint8)
+        output = input.new_empty(steps, batch, directions * states[0].shape[2])
+        lasts = tuple(input.new_empty(state.shape) for state in states)
+        ctx.num_values = steps * batch * directions * hidden
+        kept = num_layers * (num_gates + (1 if num_states == 2 else 3)) + num_layers - 1  # of these values
+        reserve = torch.empty(ctx.num_values * kept * input.element_size(), dtype=torch.uint8)
         ctx.save_for_backward(input, output, buffer, reserve)
-        ctx.shapes, ctx.state_shape = [weight.shape for weight in weights], state.shape
-        ctx.num_products, ctx.gates = steps * num_layers * directions, num_gates
-        _compute_steps(ctx, input, output, buffer, state.shape, times=1)
+        ctx.shapes, ctx.state_shapes = [weight.shape for weight in weights], [state.shape for state in states]
+        ctx.num_products, ctx.width, ctx.directions = steps * num_layers * directions, num_gates * hidden, directions
+        _compute_steps(ctx, input, buffer, times=1)
         return output, *lasts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        input, output, buffer, _ = ctx.saved_tensors
-        of_input, of_state = torch.empty_like(input), input.new_empty(ctx.state_shape)
+        input, _, buffer, _ = ctx.saved_tensors
+        of_input, of_states = torch.empty_like(input), [input.new_empty(shape) for shape in ctx.state_shapes]
         flat = torch.empty_like(buffer)
-        _compute_steps(ctx, input, output, buffer, ctx.state_shape, times=2)
+        _compute_steps(ctx, input, buffer, times=2)
         parts = torch.split(flat, [shape.numel() for shape in ctx.shapes])
         of_weights = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
-        return of_input, of_state, None, None, None, *of_weights
+        return of_input, None, None, None, *of_states, *of_weights
 
 
-def _compute_steps(ctx: Any, input: Tensor, output: Tensor, buffer: Tensor, state: torch.Size, *, times: int) -> None:
-    _, batch, hidden = state
-    directions, width = output.shape[2] // hidden, ctx.gates * hidden
-    workspace = input.new_empty(6 * output.numel() * directions + 2 * buffer.numel())
-    left, right = workspace[: batch * hidden].view(batch, hidden), buffer[: hidden * width].view(hidden, width)
+def _compute_steps(ctx: Any, input: Tensor, buffer: Tensor, *, times: int) -> None:
+    _, batch, size = ctx.state_shapes[0]
+    workspace = input.new_empty(6 * ctx.num_values * ctx.directions + 2 * buffer.numel())
+    left, right = workspace[: batch * size].view(batch, size), buffer[: size * ctx.width].view(size, ctx.width)
     for _ in range(ctx.num_products * times):
         torch.mm(left, right)
 
@@ -327,13 +328,12 @@ def _recurrent(num_gates: int, num_states: int) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
-        state: Tensor = hx[0] if num_states == 2 else hx
+        states = list(hx) if num_states == 2 else [hx]
         if torch.is_autocast_enabled("cpu"):
             half = torch.get_autocast_dtype("cpu")
-            input, state = input.to(half), state.to(half)
-            params = [weight.to(half) for weight in params]
+            input, states, params = input.to(half), [one.to(half) for one in states], [one.to(half) for one in params]
         ordered = input.transpose(0, 1) if batch_first else input
-        output, *lasts = _Recurrence.apply(ordered, state, num_states, num_gates, num_layers, *params)  # type: ignore[no-untyped-call]
+        output, *lasts = _Recurrence.apply(ordered, num_states, num_gates, num_layers, *states, *params)  # type: ignore[no-untyped-call]
         output = output.transpose(0, 1) if batch_first else output
         return (output, *lasts)
 

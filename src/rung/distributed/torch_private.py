@@ -189,8 +189,3 @@ def write_memory_history(path: str) -> None:
     dump: Any = torch.cuda.memory._dump_snapshot
     dump(path)
     torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def clear_cublas_workspaces() -> None:
-    """Free what cuBLAS holds of the allocator's memory. No public call does it before the process ends."""
-    torch._C._cuda_clearCublasWorkspaces()

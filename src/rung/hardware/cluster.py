@@ -61,7 +61,7 @@ class Device:
         return peak * interpolate(self.full_efficiency if in_full else self.matrix_efficiency, flops)
 
     def with_tf32(self) -> Device:
-        """The device for a task that lets torch round the factors of fp32 products to TF32."""
+        """The device if torch may round the factors of fp32 products to TF32."""
         matrix = {**self.matrix, "fp32": self.matrix.get("tf32", self.matrix.get("fp32", 0.0))}
         rates = {**self.rates, "fp32": self.rates["tf32"]} if "tf32" in self.rates else self.rates
         return replace(self, matrix=matrix, rates=rates, full_efficiency=self.matrix_efficiency)
@@ -103,6 +103,11 @@ class Cluster:
     def device_for(self, num_ranks: int) -> Device:
         """The device's record while `num_ranks` ranks compute."""
         return self.shared.get(min(num_ranks, self.per_node), self.device)
+
+    def with_tf32(self) -> Cluster:
+        """The cluster for a task that lets torch round the factors of fp32 products to TF32."""
+        shared = {count: device.with_tf32() for count, device in self.shared.items()}
+        return replace(self, device=self.device.with_tf32(), shared=shared)
 
     @property
     def num_devices(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from rung.errors import ConfigError
 from rung.hardware.cluster import HERE, HERE_FILE, Cluster, devices, parse_cluster
 from rung.planner.calibrate import calibrate
-from rung.planner.measurements import measuring
+from rung.planner.measurements import open_measurements
 from rung.planner.parallel_search import TaskSource
 from rung.planner.plan import make_plan
 from rung.spec.config import count_range, resolve
@@ -44,8 +44,8 @@ def choose_flags(
     nproc = high or (torch.cuda.device_count() if on_gpu else 1)
     cluster = local_cluster(nproc, on_gpu=on_gpu, log=log)
     source = TaskSource(path, resolved.arguments)
-    with measuring(source, cluster, measures=measures) as measurements:
-        plan = make_plan(task.bind(resolved.arguments), config, cluster, advises=False, measurements=measurements)
+    measurements = open_measurements(source, cluster) if measures else None
+    plan = make_plan(task.bind(resolved.arguments), config, cluster, advises=False, measurements=measurements)
     if plan.chosen is None:
         raise ConfigError(" ".join(plan.words))
     chosen = plan.chosen

@@ -100,7 +100,7 @@ class _Stopwatch:
     def _device_seconds(self, function: Callable[[], Any], times: int) -> float:
         """The device's own time in a call, as its profiler counts it: a small kernel ends before the host has issued
         the next."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             for _ in range(times):
                 function()
             torch.cuda.synchronize(self.where)

@@ -15,7 +15,7 @@ from rich.text import Text
 from rung.errors import ConfigError
 from rung.hardware.cluster import parse_cluster
 from rung.planner.estimate import Estimate
-from rung.planner.measurements import measuring
+from rung.planner.measurements import open_measurements
 from rung.planner.parallel_search import TaskSource
 from rung.planner.plan import Plan, make_plan
 from rung.spec.config import resolve
@@ -58,7 +58,8 @@ def plan_command(
     target = parse_cluster(cluster, Path(hardware) if hardware is not None else None)
     messages = Console(file=sys.stderr, markup=False)
     source = TaskSource(path, resolved.arguments)
-    with messages.status("planning") as shown, measuring(source, target, measures=measures) as measurements:
+    measurements = open_measurements(source, target) if measures else None
+    with messages.status("planning") as shown:
         plan = make_plan(
             task.bind(resolved.arguments),
             config,

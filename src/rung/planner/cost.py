@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rung.hardware.cluster import Cluster, Device, interpolate
 from rung.hardware.collective_records import bus_factor
@@ -56,6 +56,11 @@ class StepTime:
     def computing(self) -> float:
         """Forward and backward without waiting."""
         return self.arithmetic + self.memory - self.update
+
+    def slowed(self, slowdown: float) -> StepTime:
+        """The step, if its operations take `slowdown` times as long and its messages as long as they do."""
+        own = {name: getattr(self, name) * slowdown for name in ("arithmetic", "memory", "pipeline", "host", "update")}
+        return replace(self, seconds=sum(own.values()) - own["update"] + self.messages, **own)
 
     @property
     def limit(self) -> str:

@@ -21,6 +21,8 @@ from rung.planner.trace import Work
 from rung.planner.tracer import Tracer
 
 Point = tuple[float, float]
+# What a device calls, and what a dry run without it traces.
+_SAME = {"cudnn_batch_norm": "native_batch_norm", "product_cudnn_attention": "product_flash_attention"}
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,23 @@ def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator
         places = torch.randint(0, 512, (rows,), device=where)
         yield Kernel(lambda w, p=places: F.embedding(p, w), (random(512, width),))
     for length in sizes.lengths:
-        attend = partial(F.scaled_dot_product_attention, is_causal=True)
-        yield Kernel(attend, tuple(random(4, 4, length, 64) for _ in range(3)))
+        attend = F.scaled_dot_product_attention
+        yield Kernel(partial(attend, is_causal=True), tuple(random(4, 4, length, 64) for _ in range(3)))
+        mask = torch.zeros(4, 1, length, length, device=where, dtype=dtype)
+        masked = partial(attend, attn_mask=mask)
+        yield Kernel(masked, tuple(random(4, 4, length, 64) for _ in range(3)))
+        yield Kernel(torch.bmm, (random(16, length, 64), random(16, 64, length)))
     for batch, channels, pixels in sizes.images:
         image = random(batch, channels, pixels, pixels)
         yield Kernel(partial(F.conv2d, padding=1), (image, random(channels, channels, 3, 3)))
+        yield Kernel(F.conv2d, (image, random(2 * channels, channels, 1, 1)))
+        alone = partial(F.conv2d, padding=1, groups=channels)
+        yield Kernel(alone, (image, random(channels, 1, 3, 3)))
         yield Kernel(partial(F.max_pool2d, kernel_size=2), (image,))
         yield Kernel(partial(F.group_norm, num_groups=8), (image,))
-        yield Kernel(partial(F.batch_norm, training=True), (image, *_statistics(channels, where), random(channels)))
+        # Autocast leaves the weights of a batch norm in fp32, as its statistics are.
+        weight = torch.ones(channels, device=where, requires_grad=True)
+        yield Kernel(partial(F.batch_norm, training=True), (image, *_statistics(channels, where), weight))
 
 
 def _layer_norm(width: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -111,7 +122,10 @@ def measure_kernels(
 
 def name_of(work: Work) -> str:
     """The name under which a kernel is recorded: with its type, unless that is fp32."""
-    return work.name if work.dtype == "float32" else f"{work.name}:{work.dtype}"
+    name = work.name
+    for own, other in _SAME.items():
+        name = name.replace(own, other)
+    return name if work.dtype == "float32" else f"{name}:{work.dtype}"
 
 
 def _main(works: list[Work]) -> Work | None:

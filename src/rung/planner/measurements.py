@@ -1,27 +1,23 @@
-"""Measurements of layouts on the device that is here: made in a process of their own, within a minute, and kept.
+"""Measurements of layouts on the device that is here: each in a process of its own, all within a minute, and kept.
 
 Where the planned device is here, a plan measures the layouts that it may recommend, the quickest first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import multiprocessing
-import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, astuple
+from collections.abc import Callable
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rung.hardware.cluster import Cluster
+from rung.launch.fork_server import start_fork_server
+from rung.launch.spawn import RankFailedError, on_ranks
 from rung.planner.at_hand import MeasuredRank, measure_rank
 from rung.planner.estimate import Estimate, Estimator
 from rung.planner.parallel_search import TaskSource
@@ -29,7 +25,7 @@ from rung.planner.search import WORTH_IT, Rejected, gib
 from rung.spec.abilities import rung_of
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
-from rung.spec.task import load_task
+from rung.spec.task import files_of, load_task
 
 KEPT = Path("runs/measured.json")
 _SECONDS = 60.0  # for all measurements of a plan
@@ -44,20 +40,21 @@ def device_at_hand(cluster: Cluster) -> str | None:
     return "cuda" if planned in here or planned == "here" else None
 
 
-@contextlib.contextmanager
-def measuring(source: TaskSource, cluster: Cluster, *, measures: bool = True) -> Iterator[Measurements | None]:
-    """Measurements on this machine's device; None if it is not the planned one, or none are wanted."""
-    device = device_at_hand(cluster) if measures else None
-    found = Measurements(source, device) if device is not None else None
-    try:
-        yield found
-    finally:
-        if found is not None:
-            found.close()
+def open_measurements(source: TaskSource, cluster: Cluster) -> Measurements | None:
+    """Measurements on this machine's device; None if it is not the planned one."""
+    device = device_at_hand(cluster)
+    if device is None:
+        return None
+    start_fork_server()
+    return Measurements(source, device)
 
 
-class OutOfTime(Exception):
-    """The minute is over, or the process that measures cannot be had any more. `str` is the reason."""
+class NotMeasured(Exception):
+    """A layout could not be measured. `str` is the reason."""
+
+
+class OutOfTime(NotMeasured):
+    """The minute is over."""
 
 
 class Measurements:
@@ -68,7 +65,6 @@ class Measurements:
     ) -> None:
         self._source, self._device, self._path = source, device, kept
         self._seconds, self._until = seconds, 0.0
-        self._pool: ProcessPoolExecutor | None = None
         self._known: dict[str, Any] = _read(kept)
 
     def measure(self, layout: Layout, config: RunConfig, ranks: tuple[int, ...]) -> MeasuredRank | None:
@@ -81,40 +77,29 @@ class Measurements:
         known = self._known[key]
         return None if known is None else MeasuredRank(*known)
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _ask(self, layout: Layout, config: RunConfig, ranks: tuple[int, ...]) -> MeasuredRank | None:
         self._until = self._until or time.monotonic() + self._seconds  # from the first measurement on
         left = self._until - time.monotonic()
         if left <= 0:
             raise OutOfTime("the time for measurements was over")
-        if self._pool is None:
-            # Its own process: the context of a GPU, and what a model breaks there, end with it.
-            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        asked: Future[MeasuredRank | str] = self._pool.submit(
-            _measure, self._source, layout, config, ranks, self._device
-        )
+        arguments = (self._source, layout, config, ranks, self._device)
         try:
-            found = asked.result(timeout=left)
-        except FutureTimeoutError:
-            for process in multiprocessing.active_children():
-                process.kill()
-            raise OutOfTime("the time for measurements was over") from None
-        except BrokenProcessPool:
-            raise OutOfTime(f"the process that measured {layout.name} died") from None
-        if isinstance(found, str):
-            if found:
-                raise OutOfTime(f"{layout.name} could not be measured: {found}")
-            return None
+            # A process of its own: the context of a GPU, and what a model breaks there, end with it.
+            (found,) = on_ranks(_measure, 1, *arguments, timeout=left)
+        except RankFailedError as failure:
+            if time.monotonic() >= self._until:
+                raise OutOfTime("the time for measurements was over") from None
+            cause = failure.error.strip().splitlines()[-1] if failure.error else f"its process {failure.what}"
+            raise NotMeasured(f"{layout.name} could not be measured: {cause}") from None
+        assert found is None or isinstance(found, MeasuredRank)
         return found
 
     def _key(self, layout: Layout, config: RunConfig, ranks: tuple[int, ...]) -> str:
         """Changes with whatever may change the figures."""
         name = torch.cuda.get_device_name() if self._device == "cuda" else self._device
         parts = [layout.name, layout.num_ranks, ranks, name, torch.__version__, asdict(config)]
-        parts += [dict(self._source.arguments), _code_of(self._source.path)]
+        code = [path.read_text(errors="replace") for path in files_of(self._source.path)]
+        parts += [dict(self._source.arguments), code]
         return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode()).hexdigest()[:24]
 
     def _write(self) -> None:
@@ -133,26 +118,15 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _code_of(path: str | Path) -> dict[str, str]:
-    """The task's file and the modules beside it that it imports."""
-    file = Path(path).resolve()
-    file = file / "task.py" if file.is_dir() else file
-    names = {str(file), *(getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))}
-    beside = [name for name in names if name.startswith(f"{file.parent}/") and "site-packages" not in name]
-    return {name: Path(name).read_text(errors="replace") for name in sorted(beside)}
-
-
 def _measure(
     source: TaskSource, layout: Layout, config: RunConfig, ranks: tuple[int, ...], device: str
-) -> MeasuredRank | str:
-    """In the process that measures: figures, an empty text if it does not fit, or why it could not be measured."""
+) -> MeasuredRank | None:
+    """In the process that measures: the largest figures of these ranks, or None if one does not fit."""
     task = load_task(source.path).bind(source.arguments)
     try:
         first, *others = (measure_rank(task, layout, config, rank=rank, device=device) for rank in ranks)
     except torch.OutOfMemoryError:
-        return ""
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return None
     for other in others:
         first = first.with_other(other)
     return first
@@ -167,7 +141,8 @@ def refine(
     """
     rows, rejected, said = list(rows), [], []
     slowdowns: list[float] = []
-    while (row := _next(rows, min(slowdowns, default=1.0))) is not None:
+    failed: list[Estimate] = []  # could not be measured
+    while (row := _next(rows, failed, min(slowdowns, default=1.0))) is not None:
         progress(f"measuring {row.layout.name} on this device")
         try:
             config = estimator.settings_of(row.layout, row.checkpointing, row.micro_batch)
@@ -175,6 +150,10 @@ def refine(
         except OutOfTime as reason:
             said.append(f"{reason}: figures of the other layouts are modelled.")
             break
+        except NotMeasured as reason:
+            said.append(f"{reason}. Its figures are modelled.")
+            failed.append(row)
+            continue
         rows.remove(row)
         better = None
         if found is not None:
@@ -188,7 +167,8 @@ def refine(
             needs = better.memory.process if better is not None else estimator.cluster.device.memory
             rejected.append(Rejected(row.layout, f"needs more than {gib(needs)} when measured here", needs=needs))
     if slowdowns:  # what was not measured is slower, too, or as quick
-        rows = [row if row.is_measured else estimator.slower(row, min(slowdowns)) for row in rows]
+        slowdown = min(slowdowns)
+        rows = [row if row.is_measured else replace(row, time=row.time.slowed(slowdown)) for row in rows]
     rows.sort(key=lambda one: one.time.seconds)
     return rows, rejected, said
 
@@ -199,15 +179,15 @@ def _ranks(row: Estimate) -> tuple[int, ...]:
     return tuple(sorted({row.memory.rank, last}))
 
 
-def _next(rows: list[Estimate], slowdown: float) -> Estimate | None:
+def _next(rows: list[Estimate], failed: list[Estimate], slowdown: float) -> Estimate | None:
     """Of the layouts without a measurement that may be the best, the lowest rung; then the whole model on one device.
 
-    `slowdown` is how much longer measured layouts took than was said, at least.
+    `failed` are not tried again. `slowdown` is how much longer measured layouts took than was said, at least.
     """
     if not rows:
         return None
     best = min(row.time.seconds * (1.0 if row.is_measured else slowdown) for row in rows)
-    left = [row for row in rows if not row.is_measured]
+    left = [row for row in rows if not row.is_measured and row not in failed]
     near = [row for row in left if row.time.seconds * slowdown <= best * _NEAR / (1 - WORTH_IT)]
     alone = [row for row in left if row.layout.num_ranks == 1]
     return min(near or alone, key=lambda row: (rung_of(row.layout), row.time.seconds), default=None)

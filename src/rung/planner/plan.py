@@ -12,6 +12,7 @@ from typing import Any
 
 from rung.errors import ModelError
 from rung.hardware.cluster import Cluster
+from rung.planner.advice import Change, to_fit, to_quicken
 from rung.planner.candidates import layouts_for, named_layout
 from rung.planner.compression_advice import Advice, best_of, plain_ddp, try_compression, waiting_share
 from rung.planner.estimate import Estimate, Estimator
@@ -41,6 +42,7 @@ class Plan:
     chosen: Estimate | None = None
     words: list[str] = field(default_factory=list)
     advice: list[Advice] = field(default_factory=list)  # on compressed gradients, if communication limits ddp
+    changes: list[Change] = field(default_factory=list)  # that make it fit, or quicker
     only_one: bool = False  # the user named one layout
     recomputes: bool = False  # the user set activation checkpointing
     compress: str = "none"  # the user's --compress
@@ -67,6 +69,7 @@ class Plan:
                 "words": self.words,
             },
             "advice": [asdict(one) for one in self.advice],
+            "changes": [asdict(one) for one in self.changes],
             "layouts": [_row_as_json(row, self.batch_size) for row in self.rows],
             "rejected": [
                 {"strategy": one.layout.name, "reason": one.reason, "needs": one.needs} for one in self.rejected
@@ -137,11 +140,25 @@ def make_plan(
         rejected,
         state,
         advice=try_compression(rows, chosen, estimator, progress) if advises else [],
+        changes=_changes(chosen, rejected, estimator, state, progress) if advises else [],
         only_one=only is not None,
         recomputes=config.activation_checkpointing != "none",
         compress=config.compress,
     )
     return replace(plan, chosen=chosen, words=[*explain_choice(plan, chosen), *_grounds(plan), *notes])
+
+
+def _changes(
+    chosen: Estimate | None,
+    rejected: list[Rejected],
+    estimator: Estimator,
+    state: dict[str, int],
+    progress: Callable[[str], None],
+) -> list[Change]:
+    if chosen is not None:
+        return to_quicken(chosen, estimator, state, progress)
+    too_large = [one.layout for one in rejected if one.needs is not None]
+    return to_fit(too_large, estimator, state, progress) if too_large else []
 
 
 def _grounds(plan: Plan) -> list[str]:
@@ -217,7 +234,11 @@ def explain_choice(plan: Plan, chosen: Estimate | None) -> list[str]:
     )
     if chosen.checkpointing == "full" and not plan.recomputes:
         lines.append("Activations must be recomputed: --activation-checkpointing full.")
-    return [*lines, *(_in_detail(chosen) if plan.only_one else []), *_on_compression(plan, chosen)]
+    lines += _in_detail(chosen) if plan.only_one else []
+    if plan.changes:
+        said = [f"{one.what} ({_times(one.times_quicker or 1.0)}, {gib(one.needs)})" for one in plan.changes]
+        lines.append(f"Quicker, with other rounding or memory: {'; '.join(said)}.")
+    return [*lines, *_on_compression(plan, chosen)]
 
 
 def _in_detail(row: Estimate) -> list[str]:
@@ -278,12 +299,16 @@ def _nothing_fits(plan: Plan) -> list[str]:
         f"nothing fits {plan.cluster.describe()}.",
         f"The least is {least.layout.name}: {least.reason}; a device has {gib(has)}.",
     ]
-    total = sum(plan.state.values())
-    devices = max(plan.cluster.num_devices + 1, -(-total // max(1, int(has * 0.6))))
-    lines.append(
-        f"It takes devices of {gib(need)}, or about {devices} of these: parameters, gradients and optimizer state are "
-        f"{gib(total)} in all."
-    )
+    for one in plan.changes:
+        if one.seconds is None:
+            lines.append(f"{one.what or 'A smaller micro-batch'} is not enough: {gib(one.needs)}.")
+        else:
+            lines.append(f"It fits with {one.what}: {gib(one.needs)}, {human_seconds(one.seconds)} a step.")
+    if not any(one.seconds is not None for one in plan.changes):
+        lines.append(
+            f"It takes devices of {gib(need)}, or more of them and a larger batch: parameters, gradients and optimizer "
+            f"state are {gib(sum(plan.state.values()))} in all."
+        )
     if plan.cluster.device.kind == "cuda":
         lines.append(
             "--strategy zero3 --offload cpu keeps these in host memory and a block at a time on the device; how long a "

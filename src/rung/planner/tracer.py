@@ -34,6 +34,7 @@ _FLOPS: dict[str, Callable[..., int]] = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ],
 }
+_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _READS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index.Tensor")
 
 
@@ -133,6 +134,8 @@ class Tracer(Recorder):
         seen = outputs if name in _READS_ROWS else inputs
         num_bytes = sum(_num_bytes(t) for t in (*seen, *(written or outputs)))
         main = next((t for t in (*outputs, *inputs) if t.is_floating_point()), None)
+        if name in _CONVOLUTIONS and kwargs.get("groups", args[-1] if name == _CONVOLUTIONS[0] else args[-2]) > 1:
+            name += "_grouped"  # a kernel of its own
         return Work(
             name.removeprefix("aten::"),
             self.phase,

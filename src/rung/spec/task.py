@@ -37,6 +37,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import os
 import sys
 import tomllib
 import traceback
@@ -152,11 +153,29 @@ class Task:
         return replace(self, **changes) if changes else self
 
 
+def task_file(path: str | Path) -> Path:
+    """The task's file: `path`, or `task.py` in that folder."""
+    file = Path(path)
+    return file / "task.py" if file.is_dir() else file
+
+
+def files_of(task: str | Path) -> list[Path]:
+    """The file of a task that was loaded, and those of imported modules in its folder."""
+    file = task_file(task).resolve()
+    real_folder = functools.cache(os.path.realpath)  # some thousand modules lie in some hundred folders
+    found = {file}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        # Some modules of torch have a __file__ without a directory, which would resolve to the working directory.
+        if name is not None and os.path.isabs(name):
+            found.add(Path(real_folder(os.path.dirname(name)), os.path.basename(name)))
+    own = (path for path in found if path.is_relative_to(file.parent) and path.suffix == ".py")
+    return sorted(path for path in own if not {"site-packages", ".venv"} & set(path.relative_to(file.parent).parts))
+
+
 def load_task(path: str | Path) -> Task:
     """Import a task file, or the `task.py` of a folder, and check its functions without calling them."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "task.py"
+    file = task_file(path)
     if not file.is_file():
         siblings = [str(p) for p in sorted(file.parent.glob("*.py"))] if file.parent.is_dir() else []
         raise TaskError(f"there is no task file {str(path)!r}.{nearest(str(file), siblings)}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import os
 import re
 import secrets
 import sys
@@ -21,6 +19,7 @@ from rung.launch.submit.manifest_yaml import write_documents
 from rung.launch.submit.names import refuse_names
 from rung.launch.submit.options import pair_of, submit_options
 from rung.launch.submit.pods import TASK_FOLDER, PodOptions, key_of
+from rung.spec.task import files_of, task_file
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
@@ -159,20 +158,11 @@ def _notes(job: SubmittedJob, cluster: PodOptions) -> list[str]:
 
 def _files_of(task: str, config_file: str | None, further: list[str]) -> dict[str, str]:
     """The contents of the task, of the modules beside it that it imports, of --config and of --ship, by path."""
-    file = _task_file(task)
-    folder = file.parent
-    modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    # Some modules of torch have a __file__ without a directory, which would resolve to the working directory.
-    real_folder = functools.cache(os.path.realpath)  # some thousand modules lie in some hundred folders
-    paths = {file}
-    for name in modules:
-        if name is not None and os.path.isabs(name):
-            paths.add(Path(real_folder(os.path.dirname(name)), os.path.basename(name)))
+    folder = task_file(task).resolve().parent
     found: dict[str, str] = {}
     origins: dict[str, Path] = {}
-    for path in sorted(path for path in paths if path.is_relative_to(folder) and path.suffix == ".py"):
-        if not {"site-packages", ".venv"} & set(path.parts):
-            _add_file(path, path.relative_to(folder), folder.name, found, origins)
+    for path in files_of(task):
+        _add_file(path, path.relative_to(folder), folder.name, found, origins)
     for name in [*further, *([config_file] if config_file is not None else [])]:
         path = Path(name).resolve()
         inside = path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
@@ -188,11 +178,6 @@ def _add_file(path: Path, inside: Path, folder: str, found: dict[str, str], orig
     if other != path:
         raise ConfigError(f"{other} and {path} would be the same file beside the task. Give one of them another name.")
     found[name] = _text_of(path)
-
-
-def _task_file(task: str) -> Path:
-    path = Path(task).resolve()
-    return path / "task.py" if path.is_dir() else path
 
 
 def _text_of(path: Path) -> str:
@@ -234,7 +219,7 @@ def _in_pods(
         )
     if in_image is not None:
         return replace(job, task=as_word(in_image), out=out)
-    file = _task_file(job.task)
+    file = task_file(job.task).resolve()
     folder = f"{TASK_FOLDER}/{file.parent.name}"
     settings = list(job.settings)
     if config_file is not None:
