@@ -23,14 +23,17 @@ import rung
 ROOT = Path(rung.__file__).parent
 # A new name here needs a comment at its use that says why there is no public way.
 ALLOWED = {
-    "distributed/cuda_emulation.py": "_C _ExcludeDispatchKeyGuard _destroy _dispatch_keyset_full_after",
+    "distributed/cuda_emulation.py": (
+        "_C _ExcludeDispatchKeyGuard _destroy _dispatch_keyset_full_after _foreach_supported_types "
+        "_get_foreach_kernels_supported_devices _subclasses"
+    ),
     "distributed/fake_world.py": (
         "_C _DEFAULT_FIRST_BUCKET_BYTES _TorchDispatchModeKey _build_debug_param_to_name_mapping "
         "_build_params_for_reducer _cdata _chunk_with_empty _clear_DTensor_sharding_propagator_cache "
         "_compute_bucket_assignment_by_size _current_autograd_node _ddp_init_helper _fsdp_common "
-        "_fsdp_param_group _fsdp_param_groups _fully_shard _get_dispatch_mode _get_fsdp_state _internal "
-        "_op_dispatcher _propagate_tensor_meta_non_cached _remove_autograd_hooks _storage_Use_Count _subclasses "
-        "_training_state _use_count"
+        "_fsdp_param_group _fsdp_param_groups _fully_shard _get_dispatch_mode _get_fsdp_state _internal _mode_utils "
+        "_op_dispatcher _propagate_tensor_meta_non_cached _pytree _remove_autograd_hooks _storage_Use_Count "
+        "_subclasses _training_state _use_count"
     ),
     "distributed/rpc.py": (
         "_InternalRPCPickler _channels _default_pickler _internal_rpc_pickler _set_sequence_nr _transports"
@@ -97,7 +100,7 @@ def _uses(tree: ast.Module) -> set[str]:
             receiver, name = node.value, node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
             receiver, name = node.args[0], str(getattr(node.args[1], "value", ""))
-        elif isinstance(node, ast.keyword):  # of fake_world._patched, which replaces attributes
+        elif isinstance(node, ast.keyword):  # of fake_world.patched, which replaces attributes
             receiver, name = ast.Constant(None), node.arg or ""
         else:
             continue

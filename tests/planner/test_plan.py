@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from rung.cli.main import main
 from rung.distributed.cuda_emulation import workspaces_of
@@ -423,7 +424,10 @@ def test_auto_takes_the_advice_and_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_calibrate_writes_is_a_cluster(tmp_path: Path) -> None:
     abilities = {
         n: calibrate.Abilities(
-            {"fp32": [(1e3, 1e9 / n), (1e9, 5e10 / n)]}, [(1e3, 1e9), (1e9, 1e10)], {"gelu": [(1e3, 1e8)]}, 1e-5
+            {"fp32": [(1e3, 1e9 / n), (1e9, 5e10 / n)]},
+            [(1e3, 1e9), (1e9, 1e10)],
+            {"gelu": [(1e3, 1e8)]},
+            calibrate.HostTimes(1e-5),
         )
         for n in (1, 2)
     }
@@ -462,3 +466,44 @@ def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -
     assert [row.layout.name for row in together.rows] == [row.layout.name for row in alone.rows]
     assert [row.time.seconds for row in together.rows] == pytest.approx([row.time.seconds for row in alone.rows])
     assert together.words == alone.words
+
+
+def test_integers_have_values_in_a_dry_run_and_models_decide_by_them() -> None:
+    """A mask that hides nothing is left out, as transformers does it; one that hides something is not."""
+
+    class Masked(TinyGPT):
+        def forward(self, tokens: Any) -> Any:
+            places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            hides = (tokens < 0) | (places.diff(prepend=places[:, :1] - 1) != 1)
+            output = super().forward(tokens)
+            if bool(hides.any()):
+                return output.sinh()
+            counted = torch.zeros_like(places)
+            counted += tokens
+            return output.cosh() if bool((counted == tokens).all()) else output.asin()
+
+    def names(hidden: int) -> set[str]:
+        task = text_task(model=Masked)
+        data = task.train_data()
+        tokens, *others = data.tensors
+        tokens = tokens.clone()
+        tokens[:, 3] = hidden if hidden else tokens[:, 3]
+        changed = replace(task, train_data=lambda: TensorDataset(tokens, *others))
+        run = dry_run(changed, Layout("single"), RunConfig(batch_size=2, device="cpu"), device="cuda")
+        return {work.name for work in run.trace.works()} & {"sinh", "cosh", "asin"}
+
+    assert names(0) == {"cosh"}
+    assert names(-1) == {"sinh"}
+
+
+def test_the_host_takes_its_time_for_operations_modules_and_updates() -> None:
+    run = dry_run(text_task(model=lambda: TinyGPT(layers=1)), Layout("single"), RunConfig(batch_size=2, device="cpu"))
+    works = [event for event in run.trace.events[run.second_step :] if isinstance(event, Work)]
+    updates = [work for work in works if work.phase == "update"]
+    calls = sum(work.calls for work in works)
+    assert 0 < len(updates) < len(works) and calls >= 8
+    cluster = parse_cluster("1xH100")
+    times = {"issue": 1e-3, "issue_in_update": 3e-3, "call": 1e-2, "begin": 0.5}
+    slow = replace(cluster, device=replace(cluster.device, **times))
+    expected = 0.5 + 1e-3 * (len(works) - len(updates)) + 3e-3 * len(updates) + 1e-2 * calls
+    assert step_time([run], slow).seconds == pytest.approx(expected, rel=0.01)

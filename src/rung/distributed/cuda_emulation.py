@@ -8,14 +8,16 @@ how dropout stores its mask. Here it gets CUDA's.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from rung.distributed.fake_world import is_fake
+from rung.distributed.fake_world import is_fake, patched
 from rung.distributed.torch_private import schema, tree_map_only
 
 # Operations that CUDA's autocast runs in fp32, and the CPU's does not or in another place. From torch's autocast op
@@ -59,9 +61,32 @@ def like_cuda() -> Iterator[None]:
             operation = getattr(torch.ops.aten, name.partition(".")[0]).input
             library.impl(name, _of_fakes(operation, way), "AutogradCPU", with_keyset=True)
     try:
-        yield
+        with _foreach_kernels():
+            yield
     finally:
         library._destroy()  # a Library has no public way to unregister its kernels
+
+
+@contextlib.contextmanager
+def _foreach_kernels() -> Iterator[None]:
+    """Optimizers and norms take many tensors at once, which they do on no CPU and not for a subclass of Tensor."""
+    helpers, optimizers = (
+        importlib.import_module(f"torch.{name}") for name in ("utils._foreach_utils", "optim.optimizer")
+    )
+    devices = [*helpers._get_foreach_kernels_supported_devices(), "cpu"]
+    with (
+        patched(
+            helpers,
+            _get_foreach_kernels_supported_devices=lambda: devices,
+            _foreach_supported_types=[*helpers._foreach_supported_types, FakeTensor],
+        ),
+        patched(
+            optimizers,
+            _get_foreach_kernels_supported_devices=lambda: devices,
+            _foreach_supported_types=[*optimizers._foreach_supported_types, FakeTensor],
+        ),
+    ):
+        yield
 
 
 def workspaces_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
@@ -241,10 +266,15 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Flash attention in half precision without a mask, the memory-efficient kernel in fp32 or with a mask; plain
-    products in fp64, and in fp32 if groups of queries share a key, which that kernel does not know."""
-    shares_keys = enable_gqa and query.dim() == 4 and key.shape[-3] != query.shape[-3]
+    products where these know no way: in fp64, if groups of queries share a key in fp32, if heads are broadcast, and
+    if neighbours in a row of the mask do not lie side by side."""
     is_plain = query.dim() != 4 or query.dtype not in (*_HALVES, torch.float32)
-    if is_plain or (shares_keys and query.dtype == torch.float32):
+    shares_keys = query.dim() == 4 and key.shape[-3] != query.shape[-3]
+    if shares_keys and (not enable_gqa or query.dtype == torch.float32):
+        is_plain = True
+    if attn_mask is not None and attn_mask.shape[-1] > 1 and attn_mask.stride(-1) != 1:
+        is_plain = True
+    if is_plain:
         found: Any = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

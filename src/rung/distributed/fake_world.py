@@ -29,13 +29,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # What an operation raises whose result would depend on the values of fake tensors.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @contextlib.contextmanager
-def _patched(owner: Any, **replacements: Any) -> Iterator[None]:
+def patched(owner: Any, **replacements: Any) -> Iterator[None]:
     """Replace attributes of a class or module while inside."""
     kept = {name: vars(owner).get(name) or getattr(owner, name) for name in replacements}
     for name, replacement in replacements.items():
@@ -113,15 +116,72 @@ def adds_gradients(args: tuple[Any, ...]) -> bool:
 _HELD_BY_CALL = 4  # references to an argument of an operation that autograd calls, inside a dispatch mode
 
 
+_MOST_KNOWN = 2**22  # elements of a tensor whose values a dry run computes
+
+
+class _KnownIndices:
+    """The values of fake integers and truth values, as far as they follow from others that are known."""
+
+    def __init__(self) -> None:
+        self._values: Any = WeakTensorKeyDictionary()
+
+    def get(self, fake: torch.Tensor) -> torch.Tensor | None:
+        found: torch.Tensor | None = self._values.get(fake)
+        return found
+
+    def learn(self, fake: torch.Tensor, value: torch.Tensor) -> None:
+        is_index = not fake.is_floating_point() and not fake.is_complex()
+        if is_index and fake.numel() <= _MOST_KNOWN and type(value) is torch.Tensor:
+            self._values[fake] = value
+
+    def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Compute the values of an operation's results, or forget those that it overwrites with unknown ones."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if not outputs or any(leaf.is_floating_point() or leaf.numel() > _MOST_KNOWN for leaf in outputs):
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags or any(self.get(leaf) is None for leaf in inputs):
+            for leaf in outputs:
+                if any(leaf is other for other in inputs):
+                    self._values.pop(leaf, None)
+            return
+        is_empty = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
+        if is_empty or func.namespace != "aten":
+            return
+        real = tree_map(lambda leaf: self.get(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        with no_dispatch():
+            computed = [leaf for leaf in tree_leaves(func(*real[0], **real[1])) if isinstance(leaf, torch.Tensor)]
+        for leaf, value in zip(outputs, computed, strict=True):
+            self.learn(leaf, value)
+
+
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """torch's fake tensors, and an operation whose fake form refuses what its kernels compute."""
+    """torch's fake tensors, and an operation whose fake form refuses what its kernels compute.
+
+    With `indices`, integers and truth values have values: models decide by them, for instance whether a mask hides
+    anything. Neither this nor `pretends_draws` while a model is cut: what is computed then must hold for other values,
+    too.
+    """
 
     pretends_values = False
-    pretends_draws = False  # never while a model is cut: what it then computes must not depend on a number of chance
+    pretends_draws = False
+    indices: _KnownIndices | None = None
+
+    def from_tensor(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
+        fake = super().from_tensor(tensor, *args, **kwargs)
+        if self.indices is not None and not is_fake(tensor):
+            with no_dispatch():
+                self.indices.learn(fake, tensor.detach())
+        return fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.pretends_values and func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
+        indices = self.indices
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if indices is not None and (known := indices.get(args[0])) is not None:
+                with no_dispatch():
+                    return known.item()
+            if self.pretends_values:
+                return 1.0 if args[0].is_floating_point() else 1
         is_draw = func in (torch.ops.aten.rand.default, torch.ops.aten.rand.generator)
         if self.pretends_draws and is_draw and math.prod(args[0]) == 1:
             # A model that drops whole layers reads such a number, and torch computes with the values of constants.
@@ -131,7 +191,29 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             with self:
                 return _grouped_product(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        found = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if indices is not None:
+            indices.follow(func, args, kwargs or {}, found)
+        return found
+
+
+@contextlib.contextmanager
+def known_indices(mode: Any) -> Iterator[None]:
+    """Within the context, integers and truth values have values, and transformers decides by them as in training: it
+    leaves masks out that hide nothing, but not where it is told that tensors are fake."""
+    indices = _KnownIndices()
+
+    def has_no_values(value: Any) -> bool:
+        return isinstance(value, FakeTensor) and indices.get(value) is None
+
+    module = sys.modules.get("transformers.utils.import_utils")
+    asks = module is not None and hasattr(module, "is_fake_tensor")
+    mode.indices = indices
+    try:
+        with patched(module, is_fake_tensor=has_no_values) if asks else contextlib.nullcontext():
+            yield
+    finally:
+        mode.indices = None
 
 
 @contextlib.contextmanager
@@ -207,7 +289,7 @@ def real_meshes() -> AbstractContextManager[None]:
         name: staticmethod(real(method.__func__)) if isinstance(method, staticmethod) else real(method)
         for name, method in found.items()
     }
-    return _patched(DeviceMesh, **replaced)
+    return patched(DeviceMesh, **replaced)
 
 
 def around_shape_inference(
@@ -222,7 +304,7 @@ def around_shape_inference(
         with around():
             return infer(*args, **kwargs)
 
-    return _patched(kind, _propagate_tensor_meta_non_cached=inferred)
+    return patched(kind, _propagate_tensor_meta_non_cached=inferred)
 
 
 class _Chunks:
@@ -241,7 +323,7 @@ class _Chunks:
 def chunks_on_demand() -> AbstractContextManager[None]:
     """While inside, FSDP makes a view of its own shard of a parameter, and not one of every rank's."""
     module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    return _patched(module, _chunk_with_empty=lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim))
+    return patched(module, _chunk_with_empty=lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim))
 
 
 class StreamWatch:
@@ -272,7 +354,7 @@ def watch_streams(streams: StreamWatch) -> AbstractContextManager[None]:
         finally:
             streams.current = before
 
-    return _patched(torch.cpu, stream=chosen)
+    return patched(torch.cpu, stream=chosen)
 
 
 class _FinishedWork:
@@ -296,7 +378,7 @@ def results_of_all_reduces() -> AbstractContextManager[None]:
         work = reduce(tensor, *args, async_op=async_op, **kwargs)
         return _FinishedWork(tensor) if async_op else work
 
-    return _patched(dist, all_reduce=all_reduce)
+    return patched(dist, all_reduce=all_reduce)
 
 
 def when_autocast_ends(function: Callable[[], None]) -> AbstractContextManager[None]:
@@ -307,7 +389,7 @@ def when_autocast_ends(function: Callable[[], None]) -> AbstractContextManager[N
         clear()
         function()
 
-    return _patched(torch, clear_autocast_cache=cleared)
+    return patched(torch, clear_autocast_cache=cleared)
 
 
 def end_pass(module: FSDPModule) -> None:
@@ -393,4 +475,4 @@ def _buckets_in_order(
         buckets, limits = assign(ordered, [first, cap], [is_sparse[index] for index in order], order)
         return list(reversed(buckets)), list(reversed(limits))  # the caller reverses them
 
-    return _patched(dist, _compute_bucket_assignment_by_size=assigned)
+    return patched(dist, _compute_bucket_assignment_by_size=assigned)

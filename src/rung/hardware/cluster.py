@@ -41,7 +41,12 @@ class Device:
     full_efficiency: Curve = _FULL_EFFICIENCY  # in fp32 and fp64
     bandwidth_efficiency: float = 0.85
     launch: float = 2e-6
+    # Seconds of the host: for an operation of forward or backward, for one of the update (None: the same), for a
+    # module's call, and for a step beside these.
     issue: float = 9e-6
+    issue_in_update: float | None = None
+    call: float = 0.0
+    begin: float = 0.0
     workspaces: Mapping[str, int] = field(default_factory=lambda: {"forward": 32 * _MIB, "backward": 32 * _MIB})
     context: int = 850 * _MIB
     communicator: int = 300 * _MIB

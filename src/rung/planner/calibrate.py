@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from rung.distributed.world import World, open_world
 from rung.hardware.bench.collectives import Case, SweepPlan
@@ -63,7 +63,17 @@ class Abilities:
     rates: dict[str, list[Point]]
     bandwidths: list[Point]
     kernels: dict[str, list[Point]]
+    host: HostTimes
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """What the host takes: fields of `Device`. On a CPU, which computes what it issues, all is in `issue`."""
+
     issue: float
+    issue_in_update: float | None = None
+    call: float = 0.0
+    begin: float = 0.0
 
 
 def measure_abilities(nproc: int, device: str) -> Abilities:
@@ -75,8 +85,11 @@ def measure_abilities(nproc: int, device: str) -> Abilities:
         rates = {name: _matrix_products(name, stopwatch) for name in names}
         types = (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16)
         kernels = measure_kernels(world, stopwatch, types)
-        found = Abilities(rates, _memory_bandwidths(stopwatch), kernels, 0.0)
-    return replace(found, issue=_issue_seconds(found, device))
+        found = Abilities(rates, _memory_bandwidths(stopwatch), kernels, HostTimes(0.0))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # each process trains alone
+        os.environ.pop(name, None)
+    host = _host_of_device() if device == "cuda" else HostTimes(_issue_on_cpu(found))
+    return replace(found, host=host)
 
 
 class _Stopwatch:
@@ -153,28 +166,47 @@ def _memory_bandwidths(stopwatch: _Stopwatch) -> list[Point]:
     return found
 
 
-def _issue_seconds(found: Abilities, device: str) -> float:
+def _issue_on_cpu(found: Abilities) -> float:
     """The overhead of one operation: the step time of a small model divided by its number of operations."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # each process trains alone
-        os.environ.pop(name, None)
-    run = dry_run(_small_task(), parse("single", 1), _small_config(1), device=device)
-    works = [event for event in run.trace.events[run.second_step :] if isinstance(event, Work)]
-    seconds = measure_small_step("single", 1, device)
-    if device == "cpu":  # a GPU computes while the host issues the next operation
-        own = _as_device(found)
-        seconds -= sum(duration(work, own)[0] for work in works)
+    works = _works_of(SmallTask(), "cpu")
+    own = _as_device(found)
+    seconds = measure_small_step(SmallTask(), "single", 1, "cpu") - sum(duration(work, own)[0] for work in works)
     return max(1e-6, seconds / len(works))
 
 
-def measure_small_step(strategy: str, nproc: int, device: str) -> float:
+def _host_of_device() -> HostTimes:
+    """From steps so small that a GPU waits for the host in them, which differ in one thing each."""
+    few, many, called = SmallTask(6, modules=False), SmallTask(24, modules=False), SmallTask(24)
+    apart = replace(many, single=True)
+    tasks = (few, many, called, apart)
+    seconds = {task: measure_small_step(task, "single", 1, "cuda") for task in tasks}
+    works = {task: _works_of(task, "cuda") for task in tasks}
+    own = {task: sum(work.phase != "update" for work in works[task]) for task in tasks}
+    updates = {task: len(works[task]) - own[task] for task in tasks}
+    issue = max(1e-6, (seconds[many] - seconds[few]) / (own[many] - own[few]))
+    in_update = max(1e-6, (seconds[apart] - seconds[many]) / (updates[apart] - updates[many]))
+    calls = sum(work.calls for work in works[called]) - sum(work.calls for work in works[many])
+    call = max(0.0, (seconds[called] - seconds[many]) / calls)
+    explained = own[few] * issue + updates[few] * in_update + call * sum(work.calls for work in works[few])
+    return HostTimes(issue, in_update, call, max(0.0, seconds[few] - explained))
+
+
+def _works_of(task: SmallTask, device: str) -> list[Work]:
+    run = dry_run(task.task(), parse("single", 1), _small_config(1), device=device)
+    return [event for event in run.trace.events[run.second_step :] if isinstance(event, Work)]
+
+
+def measure_small_step(small: SmallTask, strategy: str, nproc: int, device: str) -> float:
     """The median seconds of a step of the small task."""
-    layout, config, task = parse(strategy, nproc), _small_config(nproc), _small_task()
+    layout, config, task = parse(strategy, nproc), _small_config(nproc), small.task()
     times = []
     with open_world(layout, device=device, timeout_seconds=120) as world:
         runtime = build_runtime(task, world, config, total_steps=_SMALL_STEPS)
         for window in runtime.place(make_batches(task, config, world)):
             started = time.perf_counter()
             runtime.step(window)
+            if device == "cuda":
+                torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
     return statistics.median(times)
 
@@ -184,9 +216,9 @@ def _message_overhead(nproc: int, device: str, found: Abilities, times: dict[str
     curves = {(key.rpartition(":")[0], nproc): tuple(c) for key, c in times.items() if key.endswith(f":{nproc}")}
     link = Link(HERE, "", 1e9, 1e-4, times=curves)
     layout = parse("zero3", nproc)
-    run = dry_run(_small_task(), layout, _small_config(nproc), device=device)
+    run = dry_run(SmallTask().task(), layout, _small_config(nproc), device=device)
     predicted = step_time([run], Cluster(_as_device(found), 1, nproc, link)).seconds
-    measured: float = max(on_ranks(measure_small_step, nproc, "zero3", nproc, device, timeout=300))
+    measured: float = max(on_ranks(measure_small_step, nproc, SmallTask(), "zero3", nproc, device, timeout=300))
     count = sum(isinstance(event, Sent) for event in run.trace.events[run.second_step :])
     return max(0.0, measured - predicted) / count
 
@@ -196,8 +228,8 @@ def _as_device(found: Abilities) -> Device:
     curves = {name: tuple(curve) for name, curve in found.kernels.items()}
     bandwidths = tuple(found.bandwidths)
     return Device(
-        HERE, "", "cpu", 2**40, 1.0, HERE, {}, rates=rates, bandwidths=bandwidths, kernels=curves, issue=found.issue,
-        launch=0.0, overlaps=False,
+        HERE, "", "cpu", 2**40, 1.0, HERE, {}, rates=rates, bandwidths=bandwidths, kernels=curves,
+        issue=found.host.issue, launch=0.0, overlaps=False,
     )  # fmt: skip
 
 
@@ -205,22 +237,44 @@ def _small_config(nproc: int) -> RunConfig:
     return RunConfig(batch_size=8 * nproc, steps=_SMALL_STEPS, clip=1.0, eval_every="never")
 
 
-def _small_task() -> Task:
+class _Chain(nn.Module):
+    """Linear layers that one module computes."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(16, 16) for _ in range(layers))
+        self.biases = nn.ParameterList(torch.zeros(16) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = nn.functional.relu(nn.functional.linear(x, weight, bias))
+        return x
+
+
+@dataclass(frozen=True)
+class SmallTask:
     """Linear layers so small that their arithmetic takes almost no time."""
 
-    def model() -> nn.Module:
-        return nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(16, 16), nn.ReLU())))
+    layers: int = 6
+    modules: bool = True  # each layer by a module of its own
+    single: bool = False  # the optimizer updates one parameter at a time
 
-    def data() -> Dataset[Any]:
-        return TensorDataset(torch.zeros(4096, 16), torch.zeros(4096, dtype=torch.long))
+    def _model(self) -> nn.Module:
+        if not self.modules:
+            return _Chain(self.layers)
+        return nn.Sequential(*(part for _ in range(self.layers) for part in (nn.Linear(16, 16), nn.ReLU())))
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output, target)
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), foreach=False if self.single else None)
 
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters())
-
-    return Task(model, data, loss, optimizer, name="small")
+    def task(self) -> Task:
+        return Task(
+            self._model,
+            lambda: TensorDataset(torch.zeros(4096, 16), torch.zeros(4096, dtype=torch.long)),
+            nn.functional.cross_entropy,
+            self._optimizer,
+            name="small",
+        )
 
 
 def calibrate(
@@ -264,7 +318,7 @@ def calibrate_command(nprocs: list[int], out: str | None, *, as_json: bool) -> i
         best = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in rates.items())
         moved = max(rate for _, rate in one.bandwidths) / 1e9
         who = "1 process" if nproc == 1 else f"{nproc} processes, each"
-        console.print(f"{who}: {best}; {moved:.3g} GB/s; {one.issue * 1e6:.3g} us an operation", soft_wrap=True)
+        console.print(f"{who}: {best}; {moved:.3g} GB/s; {one.host.issue * 1e6:.3g} us an operation", soft_wrap=True)
     console.print(f"written: {path}; use it with `rung plan TASK --cluster {max(nprocs)}x{HERE}`", soft_wrap=True)
     return 0
 
@@ -289,7 +343,7 @@ def _record(
             f"bandwidth = {max(rate for _, rate in one.bandwidths):.4g}",
             f'link = "{HERE}"',
             f"overlaps = {'true' if device == 'cuda' else 'false'}",
-            f"issue = {one.issue:.4g}",
+            *(f"{name} = {value:.4g}" for name, value in asdict(one.host).items() if value is not None),
             "launch = 0.0" if device == "cpu" else "launch = 2e-6",
             "matrix = {" + ", ".join(f"{n} = {max(r for _, r in c):.4g}" for n, c in one.rates.items()) + "}",
             "rates = {" + ", ".join(f"{n} = {_curve(c)}" for n, c in one.rates.items()) + "}",

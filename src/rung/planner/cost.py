@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from rung.hardware.cluster import Cluster, Device, interpolate
 from rung.hardware.collective_records import bus_factor
 from rung.planner.dryrun import DryRun
-from rung.planner.kernels import name_of
+from rung.planner.kernels import moving_name, name_of
 from rung.planner.recorder import Message
 from rung.planner.trace import Mark, Sent, Work
 from rung.spec.strategy import Layout
@@ -135,6 +135,7 @@ def _simulate(
     layout, device = run.layout, cluster.device_for(run.layout.num_ranks)
     stage = layout.coordinates(run.rank)["pp"]
     received: dict[tuple[int, int], int] = defaultdict(int)
+    clock.host = device.begin * slowdown
     for event in run.trace.events[run.second_step :]:
         if isinstance(event, Mark) and event.what == "forward":
             clock.forwards.append((max(clock.host, clock.streams[0]), dict(clock.spent)))
@@ -171,7 +172,8 @@ def _simulate(
 
 
 def _compute(clock: _RankClock, work: Work, device: Device, slowdown: float) -> None:
-    clock.host += device.issue * slowdown
+    in_update = work.phase == "update" and device.issue_in_update is not None
+    clock.host += ((device.issue_in_update or 0.0 if in_update else device.issue) + work.calls * device.call) * slowdown
     free = clock.streams[work.stream]
     ready, why = max((clock.ready.get(number, (0.0, "")) for number in work.reads), default=(0.0, ""))
     start = max(free, clock.host, ready)
@@ -209,7 +211,9 @@ def _communicate(clock: _RankClock, event: Sent, cluster: Cluster) -> None:
 
 def duration(work: Work, device: Device) -> tuple[float, str]:
     """The seconds of one operation, and whether arithmetic or memory limits it."""
-    moved = work.num_bytes / device.moving_rate(work.num_bytes)
+    moving = device.kernels.get(moving_name(work)) if work.flops else None
+    rate = interpolate(moving, work.num_bytes) if moving is not None else device.moving_rate(work.num_bytes)
+    moved = work.num_bytes / rate
     own = device.kernels.get(name_of(work))
     if own is not None:
         amount = work.flops or work.num_bytes

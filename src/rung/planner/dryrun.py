@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,11 +112,27 @@ def take_two_steps(
     tracer: Tracer | None = None,
 ) -> DryRun:
     """Trace two steps: the first also creates optimizer state, buckets and pipeline buffers."""
+    with _known_indices(world):
+        return _take_two_steps(runtime, world, status, batches, repeats, tracer or Tracer(world, status))
+
+
+def _known_indices(world: World) -> AbstractContextManager[None]:
+    mode = world.tensors.fake_mode
+    return fake_world.known_indices(mode) if mode is not None else nullcontext()
+
+
+def _take_two_steps(
+    runtime: Runtime,
+    world: World,
+    status: StatusWriter,
+    batches: Batches,
+    repeats: BlockTraceCache | None,
+    tracer: Tracer,
+) -> DryRun:
     window: LocalBatch = next(iter(runtime.place(batches)))
     # One micro-batch is enough, except for a pipeline: there is one torch schedule for each number of micro-batches,
     # and its first step warms up the connections.
     first = window if world.layout.num_stages > 1 else replace(window, micro_batches=window.micro_batches[:1])
-    tracer = tracer or Tracer(world, status)
     _pretend_values(runtime, world)
     tracer.gradients = lambda: gradients_of(runtime)
     tracer.follow(runtime)

@@ -31,6 +31,7 @@ class Kernel:
 
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
+    moves: bool = False  # memory limits it, although it computes
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator
         image = random(batch, channels, pixels, pixels)
         yield Kernel(partial(F.conv2d, padding=1), (image, random(channels, channels, 3, 3)))
         yield Kernel(F.conv2d, (image, random(2 * channels, channels, 1, 1)))
+        # As many pixels of few channels: cuDNN moves a picture several times, since it wants channels last.
+        wide = random(batch, 16, 2 * pixels, 2 * pixels)
+        yield Kernel(partial(F.conv2d, padding=1), (wide, random(16, 16, 3, 3)), moves=True)
         alone = partial(F.conv2d, padding=1, groups=channels)
         yield Kernel(alone, (image, random(channels, 1, 3, 3)))
         yield Kernel(partial(F.max_pool2d, kernel_size=2), (image,))
@@ -114,9 +118,10 @@ def measure_kernels(
             back()
         for work, call in ((forward, partial(kernel.call, *kernel.inputs)), (_main(tracer.trace.works()), back)):
             if work is not None:
-                amount, seconds = float(work.flops or work.num_bytes), time(call)
+                name = moving_name(work) if kernel.moves else name_of(work)
+                amount, seconds = float(work.num_bytes if kernel.moves else work.flops or work.num_bytes), time(call)
                 if seconds > 0:
-                    found.setdefault(name_of(work), []).append((amount, amount / seconds))
+                    found.setdefault(name, []).append((amount, amount / seconds))
     return {name: _fastest_points(points) for name, points in found.items()}
 
 
@@ -126,6 +131,11 @@ def name_of(work: Work) -> str:
     for own, other in _SAME.items():
         name = name.replace(own, other)
     return name if work.dtype == "float32" else f"{name}:{work.dtype}"
+
+
+def moving_name(work: Work) -> str:
+    """The name under which the rate is recorded at which a kernel that computes little moves bytes."""
+    return f"moving {name_of(work)}"
 
 
 def _main(works: list[Work]) -> Work | None:

@@ -46,6 +46,7 @@ class Work:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     stream: int = 0
+    calls: int = 0  # of modules, since the operation before: the host's time
 
 
 @dataclass(slots=True, frozen=True)

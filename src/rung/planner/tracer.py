@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
 from rung.distributed import cuda_emulation, fake_world
@@ -53,6 +54,7 @@ class Tracer(Recorder):
         self._resize: Any = None
         self._shims = contextlib.ExitStack()
         self._is_paused = False
+        self._num_calls = 0
         self.is_active = False
 
     @property
@@ -75,6 +77,7 @@ class Tracer(Recorder):
         self._shims = contextlib.ExitStack()
         self._shims.enter_context(fake_world.around_shape_inference(self.paused))
         self._shims.enter_context(fake_world.watch_streams(self._streams))
+        self._shims.callback(register_module_forward_pre_hook(self._see_call).remove)
         self.is_active = True
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -133,6 +136,7 @@ class Tracer(Recorder):
         ]
         seen = outputs if name in _READS_ROWS else inputs
         num_bytes = sum(_num_bytes(t) for t in (*seen, *(written or outputs)))
+        num_calls, self._num_calls = self._num_calls, 0
         main = next((t for t in (*outputs, *inputs) if t.is_floating_point()), None)
         if name in _CONVOLUTIONS and kwargs.get("groups", args[-1] if name == _CONVOLUTIONS[0] else args[-2]) > 1:
             name += "_grouped"  # a kernel of its own
@@ -145,7 +149,11 @@ class Tracer(Recorder):
             reads,
             tuple(dict.fromkeys((*writes, *(self.memory.number_of(t) for t in written)))),
             self._streams.current,
+            num_calls,
         )
+
+    def _see_call(self, module: nn.Module, inputs: Any) -> None:
+        self._num_calls += not self._is_paused
 
     def _note(self, operation: str, args: tuple[Any, ...], *, is_functional: bool) -> None:
         before = len(self.messages)
