@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -342,8 +343,20 @@ def _compute_steps(ctx: Any, input: Tensor, buffer: Tensor, *, times: int) -> No
     _, batch, size = ctx.state_shapes[0]
     workspace = input.new_empty(6 * ctx.num_values * ctx.directions + 2 * buffer.numel())
     left, right = workspace[: batch * size].view(batch, size), buffer[: size * ctx.width].view(size, ctx.width)
-    for _ in range(ctx.num_products * times):
-        torch.mm(left, right)
+    _library.is_inside = True
+    try:
+        for _ in range(ctx.num_products * times):
+            torch.mm(left, right)
+    finally:
+        _library.is_inside = False
+
+
+_library = threading.local()
+
+
+def is_inside_library() -> bool:
+    """Whether operations are those that cuDNN issues within one of torch's."""
+    return getattr(_library, "is_inside", False)
 
 
 def _recurrent(num_gates: int, num_states: int) -> Callable[..., Any]:

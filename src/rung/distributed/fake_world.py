@@ -125,8 +125,9 @@ class _KnownIndices:
     def __init__(self) -> None:
         self._values: Any = WeakTensorKeyDictionary()
 
-    def get(self, fake: torch.Tensor) -> torch.Tensor | None:
-        found: torch.Tensor | None = self._values.get(fake)
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a fake tensor, if they are known; a real one has its own."""
+        found: torch.Tensor | None = tensor if type(tensor) is torch.Tensor else self._values.get(tensor)
         return found
 
     def learn(self, fake: torch.Tensor, value: torch.Tensor) -> None:

@@ -42,10 +42,11 @@ class Device:
     bandwidth_efficiency: float = 0.85
     launch: float = 2e-6
     # Seconds of the host: for an operation of forward or backward, for one of the update (None: the same), for a
-    # module's call, and for a step beside these.
+    # module's call, for a kernel that a library issues within an operation, and for a step beside these.
     issue: float = 9e-6
     issue_in_update: float | None = None
     call: float = 0.0
+    inner: float = 5e-6
     begin: float = 0.0
     workspaces: Mapping[str, int] = field(default_factory=lambda: {"forward": 32 * _MIB, "backward": 32 * _MIB})
     context: int = 850 * _MIB

@@ -172,8 +172,12 @@ def _simulate(
 
 
 def _compute(clock: _RankClock, work: Work, device: Device, slowdown: float) -> None:
-    in_update = work.phase == "update" and device.issue_in_update is not None
-    clock.host += ((device.issue_in_update or 0.0 if in_update else device.issue) + work.calls * device.call) * slowdown
+    issue = device.issue
+    if work.is_inner:
+        issue = device.inner
+    elif work.phase == "update" and device.issue_in_update is not None:
+        issue = device.issue_in_update
+    clock.host += (issue + work.calls * device.call) * slowdown
     free = clock.streams[work.stream]
     ready, why = max((clock.ready.get(number, (0.0, "")) for number in work.reads), default=(0.0, ""))
     start = max(free, clock.host, ready)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,18 +60,26 @@ def dry_run(
     With `repeats`, identical blocks run once in all dry runs that share this cache. Blocks that this cannot repeat are
     traced as they are.
     """
-    try:
-        return _dry_run(task, layout, config, rank, device, proofs, repeats)
-    except RungError:
-        raise
-    except Exception as error:
-        if repeats is not None:
-            return dry_run(task, layout, config, rank=rank, device=device, proofs=proofs)
-        line = user_line(traceback.extract_tb(error.__traceback__))
+    failure: Exception = AssertionError("no way was tried")
+    # Where blocks cannot be repeated, they are traced as they are; where values that are known lead a model to ask for
+    # others that are not, it may do without: transformers does.
+    for cache, knows_indices in ((repeats, True), (None, True), (None, False)):
+        try:
+            return _dry_run(task, layout, config, rank, device, proofs, cache, knows_indices=knows_indices)
+        except RungError:
+            raise
+        except Exception as error:
+            failure = error
+    line = user_line(traceback.extract_tb(failure.__traceback__)) or task.name
+    if isinstance(failure, fake_world.NEEDS_VALUES):
         raise ModelError(
-            f"{line or task.name}\na step on fake tensors fails here with {type(error).__name__}: {error}. If `rung "
-            "train` runs it, it cannot be planned."
-        ) from error
+            f"{line}\nthe model or the loss reads tensor values here ({failure}), which fake tensors do not have. "
+            "`rung train` can run it; it cannot be planned."
+        ) from failure
+    raise ModelError(
+        f"{line}\na step on fake tensors fails here with {type(failure).__name__}: {failure}. If `rung train` runs it, "
+        "it cannot be planned."
+    ) from failure
 
 
 def _dry_run(
@@ -82,6 +90,8 @@ def _dry_run(
     device: str,
     proofs: dict[Any, Any] | None,
     repeats: BlockTraceCache | None,
+    *,
+    knows_indices: bool,
 ) -> DryRun:
     reuse = BlockReuse(proofs if proofs is not None else {}, repeats.wrap if repeats is not None else None)
     config = replace(config, steps=2, epochs=None, compile=False, eval_every="never", workers=0)
@@ -91,16 +101,10 @@ def _dry_run(
         if repeats is not None:
             repeats.setting = (layout.tp, device, config.activation_checkpointing, config.sequence_parallel)
         tracer = Tracer(world, status)
-        try:
-            with world.tensors.mode(), tracer:  # segments that building leaves in the allocator serve later requests
-                runtime = build_runtime(task, world, config, total_steps=2, status=status, reuse=reuse)
+        with world.tensors.mode(), tracer:  # segments that building leaves in the allocator serve later requests
+            runtime = build_runtime(task, world, config, total_steps=2, status=status, reuse=reuse)
+        with fake_world.known_indices(world.tensors.fake_mode) if knows_indices else nullcontext():
             return take_two_steps(runtime, world, status, batches, repeats, tracer)
-        except fake_world.NEEDS_VALUES as error:
-            line = user_line(traceback.extract_tb(error.__traceback__))
-            raise ModelError(
-                f"{line or task.name}\nthe model or the loss reads tensor values here ({error}), which fake tensors do "
-                "not have. `rung train` can run it; it cannot be planned."
-            ) from error
 
 
 def take_two_steps(
@@ -112,23 +116,7 @@ def take_two_steps(
     tracer: Tracer | None = None,
 ) -> DryRun:
     """Trace two steps: the first also creates optimizer state, buckets and pipeline buffers."""
-    with _known_indices(world):
-        return _take_two_steps(runtime, world, status, batches, repeats, tracer or Tracer(world, status))
-
-
-def _known_indices(world: World) -> AbstractContextManager[None]:
-    mode = world.tensors.fake_mode
-    return fake_world.known_indices(mode) if mode is not None else nullcontext()
-
-
-def _take_two_steps(
-    runtime: Runtime,
-    world: World,
-    status: StatusWriter,
-    batches: Batches,
-    repeats: BlockTraceCache | None,
-    tracer: Tracer,
-) -> DryRun:
+    tracer = tracer or Tracer(world, status)
     window: LocalBatch = next(iter(runtime.place(batches)))
     # One micro-batch is enough, except for a pipeline: there is one torch schedule for each number of micro-batches,
     # and its first step warms up the connections.

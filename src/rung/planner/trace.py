@@ -47,6 +47,7 @@ class Work:
     writes: tuple[int, ...]
     stream: int = 0
     calls: int = 0  # of modules, since the operation before: the host's time
+    is_inner: bool = False  # a library issues it within another operation
 
 
 @dataclass(slots=True, frozen=True)

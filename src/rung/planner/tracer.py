@@ -26,14 +26,28 @@ from rung.planner.recorder import Recorder, group_of
 from rung.planner.trace import Mark, Sent, Trace, Work
 
 _IGNORED = ("prim", "profiler")
-# Attention on the CPU, which torch's own table has not.
+
+
+def _with_all_heads(count: Callable[..., int], query: int) -> Callable[..., int]:
+    """torch's count of an attention's operations, also where groups of queries share a key; `query` is its place."""
+
+    def counted(*args: Any, **kwargs: Any) -> int:
+        shapes = list(args)
+        for place in (query + 1, query + 2):
+            batch, _, *others = args[place].shape
+            shapes[place] = torch.Size((batch, args[query].shape[1], *others))
+        return count(*shapes, **kwargs)
+
+    return counted
+
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+# Attention on the CPU is not in torch's table, and grouped queries are in none.
 _FLOPS: dict[str, Callable[..., int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ],
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ],
+    f"aten::_scaled_dot_product_{kernel}{suffix}": _with_all_heads(flop_registry[packet], query)
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "cudnn_attention")
+    for suffix, packet, query in (("", _ATTENTION, 0), ("_backward", _ATTENTION_BACKWARD, 1))
 }
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _READS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index.Tensor")
@@ -150,6 +164,7 @@ class Tracer(Recorder):
             tuple(dict.fromkeys((*writes, *(self.memory.number_of(t) for t in written)))),
             self._streams.current,
             num_calls,
+            cuda_emulation.is_inside_library(),
         )
 
     def _see_call(self, module: nn.Module, inputs: Any) -> None:
