@@ -75,6 +75,8 @@ class _Template:
     others: list[Any]  # leaves of the output, with _TENSOR for each tensor
     lingers: list[int]  # allocations that the autocast cache holds until autocast ends
     keeps: list[bool]  # for each input, whether backward needs it
+    keeps_outputs: list[bool]  # for each output, the same
+    num_arrivals: int  # outputs that a gradient may arrive at
 
 
 @dataclass
@@ -142,6 +144,8 @@ class BlockTraceCache:
                 recorded = _record(tracer, inner, leaves, spec, given, places[: len(tensors)], trainable)
                 self.templates[key] = recorded[0]
                 self._lingering += recorded[1]
+            if self.templates[key].num_arrivals > 1:  # perhaps none arrives at some, and backward is another then
+                return inner(*args, **kwargs)
             call = _Call(self.templates[key], tracer, given, trainable)
             found = _Block.apply(call, *tensors, *trainable)  # type: ignore[no-untyped-call]
             self._lingering += call.lingering
@@ -168,6 +172,12 @@ class _Call:
     def needed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The inputs that backward needs, which must stay alive until then."""
         return [tensor for tensor, keeps in zip(tensors, self._template.keeps, strict=False) if keeps]
+
+    def needed_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Other tensors with the storage of outputs that backward needs: the outputs would refer to themselves."""
+        with self._tracer.paused():
+            keeps = self._template.keeps_outputs
+            return [tensor.detach() for tensor, kept in zip(outputs, keeps, strict=True) if kept]
 
     def output(self, found: tuple[Tensor, ...]) -> Any:
         """The block's output, rebuilt around the tensors `found`."""
@@ -223,6 +233,8 @@ def _record(
             ends = [_Arrival.apply(tracer, numbers, -1 - place, t) for place, t in arrivals]  # type: ignore[no-untyped-call]
             arriving = [torch.empty_like(end) for end in ends]
         edges = [get_gradient_edge(end) for end in ends]
+        own_numbers = [tracer.memory.number_of(tensor) for tensor in outputs]
+        num_arrivals = len(arrivals)
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found]
         # Training holds no references either, so these tensors must be freed now.
         del output, found, outputs, args, kwargs, arrivals, ends, inputs, input_tensors, tensor
@@ -235,6 +247,7 @@ def _record(
         for allocation in earlier:
             allocation.died = None  # it ended in the trace beside the main one alone
         keeps = [trace.allocations[numbers[place]].died is None for place in places]
+        keeps_outputs = [trace.allocations[number].died is None for number in own_numbers]
         targets: list[Any] = [*(edge for edge in entries if edge is not None), *trainable]
         start = len(trace.events)
         with torch.autocast("cpu", enabled=False):  # training runs backward outside autocast
@@ -245,7 +258,7 @@ def _record(
         backward = _as_part(trace.events[start:], numbers, len(given), shapes)
         _end_at_last_use(backward)
         del results, gradients, computed, edges, arriving, targets, entries
-    return _Template(forward, backward, form, others, lingers, keeps), earlier
+    return _Template(forward, backward, form, others, lingers, keeps, keeps_outputs, num_arrivals), earlier
 
 
 class _Arrival(torch.autograd.Function):
@@ -271,6 +284,7 @@ class _Block(torch.autograd.Function):
         ctx.kept = call.needed(tensors)
         ctx.set_materialize_grads(False)  # zeros in the place of None would be traced as allocations
         outputs = call.forward()
+        ctx.kept += call.needed_outputs(outputs)
         ctx.mark_non_differentiable(*(tensor for tensor in outputs if not tensor.is_floating_point()))
         return outputs
 
