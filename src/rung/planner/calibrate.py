@@ -193,9 +193,10 @@ def _host_of_device() -> HostTimes:
 
 
 def _inner_issue() -> float:
-    """The time of a product that cuDNN issues, from a recurrent layer so small that the device waits for them."""
-    layer = nn.LSTM(32, 32, num_layers=2).cuda()
-    input = torch.zeros(256, 4, 32, device="cuda")
+    """The time of a product that cuDNN issues, from a recurrent layer whose products are small, but not so small that
+    one kernel computes them all."""
+    layer = nn.LSTM(768, 768, num_layers=2).cuda()
+    input = torch.zeros(256, 4, 768, device="cuda")
 
     def step() -> None:
         layer(input)[0].sum().backward()

@@ -20,10 +20,13 @@ from rung.spec.strategy import Layout
 from rung.spec.task import Task
 
 _BY_CUBLAS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "dot")  # which has workspaces of its own
-_FEW, _MORE = 2, 3  # blocks per stage in the two dry runs from which deeper models are extrapolated
+# Blocks per stage in the first of the two dry runs from which deeper models are extrapolated; the second has one more.
+# FSDP holds several blocks gathered at once: only beyond these does each further one add the same.
+_FEW, _FEW_GATHERED = 2, 4
 _WHOLE = 4  # up to this many blocks per stage are traced in full
-# How much more memory than was said a job may need. Jobs of `benchmarks.foresight` needed up to 12 % more.
-_DOUBT, _MEASURED_DOUBT = 0.15, 0.01
+# How much more memory than was said a job may need. Those of `benchmarks.foresight` needed up to 6 % more, and up to
+# 25 % more if cuDNN computes in them, whose workspaces depend on the algorithms that it chooses.
+_DOUBT, _CUDNN_DOUBT, _MEASURED_DOUBT = 0.08, 0.27, 0.01
 _TRACED = 3  # micro-batches: the first, one that represents the middle, and the last, which may send more
 
 
@@ -37,6 +40,7 @@ class Memory:
     by_kind: dict[str, int]
     state: dict[str, int]
     rank: int
+    uses_cudnn: bool = False
 
     @property
     def of_samples(self) -> int:
@@ -61,7 +65,8 @@ class Estimate:
     @property
     def most_bytes(self) -> int:
         """The upper end of what a process may need."""
-        return round(self.memory.process * (1 + (_MEASURED_DOUBT if self.is_measured else _DOUBT)))
+        modelled = _CUDNN_DOUBT if self.memory.uses_cudnn else _DOUBT
+        return round(self.memory.process * (1 + (_MEASURED_DOUBT if self.is_measured else modelled)))
 
     def fits(self, cluster: Cluster) -> bool:
         return self.most_bytes <= cluster.device.memory
@@ -145,7 +150,8 @@ class Estimator:
         """The estimate with all blocks, traced or extrapolated from fewer."""
         stages = layout.num_stages
         each = -(-self.num_blocks // stages) if self.num_blocks else 0
-        depths = [0] if each <= _WHOLE else [_FEW * stages, _MORE * stages]
+        few = _FEW_GATHERED if layout.uses_fully_shard else _FEW
+        depths = [0] if each <= max(few, _WHOLE) else [few * stages, (few + 1) * stages]
         config = self.settings_of(layout, checkpointing, micro_batch)
         traced = [self._trace_layout(layout, config, blocks) for blocks in depths]
 
@@ -158,7 +164,7 @@ class Estimator:
                 parts.append(
                     Estimate(layout, checkpointing, micro_batch, count, _fullest(memories), time, notes, memories)
                 )
-            return parts[0] if len(parts) == 1 else _extend(parts[0], parts[1], (each - _FEW) / (_MORE - _FEW))
+            return parts[0] if len(parts) == 1 else _extend(parts[0], parts[1], each - few)
 
         if measured is None:
             return assemble(repeated, 1.0)
@@ -201,7 +207,8 @@ class Estimator:
         if spaces:
             kinds["workspaces"] = sum(spaces.values())
         process = reserved + device.context + groups * device.communicator
-        return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank)
+        uses_cudnn = on_gpu and any(work.is_inner or "convolution" in work.name for work in run.trace.works())
+        return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank, uses_cudnn)
 
 
 def _num_traced(layout: Layout, count: int) -> int:
@@ -227,7 +234,8 @@ def _extend(few: Estimate, more: Estimate, steps: float) -> Estimate:
 
 def _extend_memory(few: Memory, more: Memory, steps: float) -> Memory:
     allocated = round(_line(few.allocated, more.allocated, steps))
-    reserved = max(allocated, round(_line(few.reserved, more.reserved, steps)))
+    # What the allocator holds beside them comes in large pieces, of which one more or less says nothing of the next.
+    reserved = allocated + max(one.reserved - one.allocated for one in (few, more))
     kinds = {**few.by_kind, **more.by_kind}
     return Memory(
         allocated,
@@ -236,6 +244,7 @@ def _extend_memory(few: Memory, more: Memory, steps: float) -> Memory:
         {k: max(0, round(_line(few.by_kind.get(k, 0), more.by_kind.get(k, 0), steps))) for k in kinds},
         {k: round(_line(few.state[k], more.state[k], steps)) for k in few.state},
         few.rank,
+        few.uses_cudnn,
     )
 
 
