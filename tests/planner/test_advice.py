@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from rung.hardware.cluster import Cluster, parse_cluster
+from rung.planner.command import command_line
 from rung.planner.plan import Plan, make_plan
 from rung.spec.config import RunConfig
 from rung.spec.task import Task
@@ -81,3 +82,9 @@ def test_what_would_be_quicker_is_tried_and_said() -> None:
     assert any(line.startswith("Quicker, with other rounding or memory: ") for line in found.words)
     halved = plan(cluster, "single", precision="bf16")
     assert halved.changes == []
+
+
+def test_what_is_not_modelled_is_said() -> None:
+    found = plan(with_memory("1xH100", 2**40), "single", compile=True)
+    assert "--compile is not modelled: what was not measured is said as without it." in found.words
+    assert command_line(found).endswith("--compile")

@@ -154,6 +154,8 @@ def command_line(plan: Plan) -> str:
         words.append(f"--micro-batch {row.micro_batch}")
     if row.checkpointing != "none":
         words.append(f"--activation-checkpointing {row.checkpointing}")
+    if plan.compiles:
+        words.append("--compile")
     if plan.compress != "none":
         words.append(f"--compress {plan.compress}")
     if plan.precision != "fp32":

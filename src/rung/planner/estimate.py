@@ -26,7 +26,7 @@ _FEW, _FEW_GATHERED = 2, 4
 _WHOLE = 4  # up to this many blocks per stage are traced in full
 # How much more memory than was said a job may need. Those of `benchmarks.foresight` needed up to 6 % more, and up to
 # 25 % more if cuDNN computes in them, whose workspaces depend on the algorithms that it chooses.
-_DOUBT, _CUDNN_DOUBT, _MEASURED_DOUBT = 0.08, 0.27, 0.01
+_DOUBT, _CUDNN_DOUBT, _MEASURED_DOUBT = 0.08, 0.27, 0.02
 _TRACED = 3  # micro-batches: the first, one that represents the middle, and the last, which may send more
 
 

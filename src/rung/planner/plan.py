@@ -46,6 +46,7 @@ class Plan:
     only_one: bool = False  # the user named one layout
     recomputes: bool = False  # the user set activation checkpointing
     compress: str = "none"  # the user's --compress
+    compiles: bool = False  # the user's --compile
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for a file."""
@@ -130,6 +131,8 @@ def make_plan(
     if measurements is not None:
         rows, too_large, notes = refine(rows, estimator, measurements, progress)
         rejected += too_large
+    if config.compile and not all(row.is_measured for row in rows):
+        notes.append("--compile is not modelled: what was not measured is said as without it.")
     chosen = choose(rows)
     plan = Plan(
         task.name,
@@ -144,6 +147,7 @@ def make_plan(
         only_one=only is not None,
         recomputes=config.activation_checkpointing != "none",
         compress=config.compress,
+        compiles=config.compile,
     )
     return replace(plan, chosen=chosen, words=[*explain_choice(plan, chosen), *_grounds(plan), *notes])
 
