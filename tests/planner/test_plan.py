@@ -507,3 +507,30 @@ def test_the_host_takes_its_time_for_operations_modules_and_updates() -> None:
     slow = replace(cluster, device=replace(cluster.device, **times))
     expected = 0.5 + 1e-3 * (len(works) - len(updates)) + 3e-3 * len(updates) + 1e-2 * calls
     assert step_time([run], slow).seconds == pytest.approx(expected, rel=0.01)
+
+
+def test_products_by_groups_and_attention_with_shared_keys_are_counted() -> None:
+    """As many operations as the plain products that they stand for."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(16, 32)
+            self.experts = nn.Parameter(torch.zeros(2, 32, 16))
+
+        def forward(self, tokens: Any) -> Any:
+            hidden = self.words(tokens)
+            few = hidden.unflatten(-1, (4, 8)).transpose(1, 2)
+            shared = few[:, :2]
+            attended = nn.functional.scaled_dot_product_attention(few, shared, shared, enable_gqa=True)
+            rows = (hidden + attended.transpose(1, 2).flatten(2)).flatten(0, 1)
+            ends = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32, device=rows.device)
+            return nn.functional.grouped_mm(rows, self.experts, offs=ends).unflatten(0, tokens.shape)
+
+    config = RunConfig(batch_size=2, device="cpu", precision="bf16")
+    run = dry_run(text_task(model=Experts), Layout("single"), config, device="cuda")
+    works = [event for event in run.trace.events[run.second_step :] if isinstance(event, Work)]
+    flops = {(work.name, work.phase): work.flops for work in works if work.flops}
+    length = text_task().train_data()[0][0].numel()
+    assert flops["_grouped_mm", "forward"] == 2 * 2 * length * 32 * 16
+    assert flops["_scaled_dot_product_flash_attention", "forward"] == 4 * 2 * 4 * length**2 * 8

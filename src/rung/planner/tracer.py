@@ -41,14 +41,20 @@ def _with_all_heads(count: Callable[..., int], query: int) -> Callable[..., int]
     return counted
 
 
+def _grouped_product(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    """The operations of a product by groups of rows, or of the inner dimension; transformers' experts are such."""
+    groups = left.shape[0] if left.dim() == 3 and right.dim() == 2 else 1  # each has a part of the right's columns
+    return 2 * left.numel() // groups * right.shape[-1]
+
+
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
-# Attention on the CPU is not in torch's table, and grouped queries are in none.
+# What torch's table lacks: attention on the CPU, grouped queries, grouped products.
 _FLOPS: dict[str, Callable[..., int]] = {
     f"aten::_scaled_dot_product_{kernel}{suffix}": _with_all_heads(flop_registry[packet], query)
     for kernel in ("flash_attention", "flash_attention_for_cpu", "cudnn_attention")
     for suffix, packet, query in (("", _ATTENTION, 0), ("_backward", _ATTENTION_BACKWARD, 1))
-}
+} | {"aten::_grouped_mm": _grouped_product}
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _READS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index.Tensor")
 
