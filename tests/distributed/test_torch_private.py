@@ -32,7 +32,7 @@ ALLOWED = {
         "_build_params_for_reducer _cdata _chunk_with_empty _clear_DTensor_sharding_propagator_cache "
         "_compute_bucket_assignment_by_size _current_autograd_node _ddp_init_helper _fsdp_common "
         "_fsdp_param_group _fsdp_param_groups _fully_shard _get_dispatch_mode _get_fsdp_state _internal _mode_utils "
-        "_op_dispatcher _propagate_tensor_meta_non_cached _pytree _remove_autograd_hooks _storage_Use_Count "
+        "_op_dispatcher _propagate_tensor_meta_non_cached _remove_autograd_hooks _storage_Use_Count "
         "_subclasses _training_state _use_count"
     ),
     "distributed/rpc.py": (

@@ -472,6 +472,8 @@ def test_integers_have_values_in_a_dry_run_and_models_decide_by_them() -> None:
     """A mask that hides nothing is left out, as transformers does it; one that hides something is not."""
 
     class Masked(TinyGPT):
+        table = torch.arange(3)
+
         def forward(self, tokens: Any) -> Any:
             places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             hides = (tokens < 0) | (places.diff(prepend=places[:, :1] - 1) != 1)
@@ -480,7 +482,14 @@ def test_integers_have_values_in_a_dry_run_and_models_decide_by_them() -> None:
                 return output.asinh()
             counted = torch.zeros_like(places)
             counted += tokens
-            return output.atan() if bool((counted == tokens).all()) else output.erf()
+            self.table.add_(1)  # a real tensor, which torch writes to
+            hidden = torch.ones_like(places)
+            hidden[:, 1:] = (output.sum(-1) > 0).long()[:, 1:]  # unknown, and so is the whole
+            try:
+                bool(hidden.all())
+            except Exception:
+                return output.atan() if bool((counted == tokens).all()) else output.erf()
+            raise AssertionError("values were known that cannot be")
 
     def names(hidden: int) -> set[str]:
         task = text_task(model=Masked)
@@ -493,6 +502,7 @@ def test_integers_have_values_in_a_dry_run_and_models_decide_by_them() -> None:
         return {work.name for work in run.trace.works()} & {"asinh", "atan", "erf"}
 
     assert names(0) == {"atan"}
+    assert Masked.table.tolist() == [2, 3, 4], "once in each of two steps"
     assert names(-1) == {"asinh"}
 
 

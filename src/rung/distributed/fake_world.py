@@ -30,8 +30,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from rung.distributed.torch_private import schema, tree_leaves, tree_map_only
 
 # What an operation raises whose result would depend on the values of fake tensors.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -124,11 +125,14 @@ class _KnownIndices:
 
     def __init__(self) -> None:
         self._values: Any = WeakTensorKeyDictionary()
+        self._lost: dict[int, Any] = {}  # storages of values that were overwritten by unknown ones, by their address
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a fake tensor, if they are known; a real one has its own."""
-        found: torch.Tensor | None = tensor if type(tensor) is torch.Tensor else self._values.get(tensor)
-        return found
+        if type(tensor) is torch.Tensor:
+            return tensor
+        found: torch.Tensor | None = self._values.get(tensor)
+        return None if found is None or found.untyped_storage().data_ptr() in self._lost else found
 
     def learn(self, fake: torch.Tensor, value: torch.Tensor) -> None:
         is_index = not fake.is_floating_point() and not fake.is_complex()
@@ -137,23 +141,40 @@ class _KnownIndices:
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Compute the values of an operation's results, or forget those that it overwrites with unknown ones."""
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if not outputs or any(leaf.is_floating_point() or leaf.numel() > _MOST_KNOWN for leaf in outputs):
+        outputs = _tensors_in(output)
+        if any(leaf.is_floating_point() or leaf.is_complex() or leaf.numel() > _MOST_KNOWN for leaf in outputs):
             return
-        if torch.Tag.nondeterministic_seeded in func.tags or any(self.get(leaf) is None for leaf in inputs):
-            for leaf in outputs:
-                if any(leaf is other for other in inputs):
-                    self._values.pop(leaf, None)
+        written = [
+            leaf
+            for argument, value in zip(schema(func).arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for leaf in _tensors_in(value)
+        ]
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if is_drawn or any(self.get(leaf) is None for leaf in _tensors_in((args, kwargs))):
+            for leaf in written:
+                self._forget(leaf)
             return
-        is_empty = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
-        if is_empty or func.namespace != "aten":
+        name = func.overloadpacket.__name__
+        is_done = any(type(leaf) is torch.Tensor for leaf in written)  # torch writes to real tensors itself
+        if not outputs or is_done or func.namespace != "aten" or name.startswith(("empty", "new_empty")):
             return
-        real = tree_map(lambda leaf: self.get(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        real: Any = tree_map_only(torch.Tensor, self.get, (args, kwargs))
         with no_dispatch():
-            computed = [leaf for leaf in tree_leaves(func(*real[0], **real[1])) if isinstance(leaf, torch.Tensor)]
+            computed = _tensors_in(func(*real[0], **real[1]))
         for leaf, value in zip(outputs, computed, strict=True):
             self.learn(leaf, value)
+
+    def _forget(self, fake: torch.Tensor) -> None:
+        """Also of the tensors that share its storage."""
+        value = self.get(fake)
+        if value is not None and value is not fake:
+            storage = value.untyped_storage()
+            self._lost[storage.data_ptr()] = storage  # kept, so that no other gets its address
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -172,7 +193,7 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         fake = super().from_tensor(tensor, *args, **kwargs)
         if self.indices is not None and not is_fake(tensor):
             with no_dispatch():
-                self.indices.learn(fake, tensor.detach())
+                self.indices.learn(fake, tensor.detach().clone())  # a model may write into it
         return fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

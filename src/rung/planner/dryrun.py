@@ -63,13 +63,14 @@ def dry_run(
     failure: Exception = AssertionError("no way was tried")
     # Where blocks cannot be repeated, they are traced as they are; where values that are known lead a model to ask for
     # others that are not, it may do without: transformers does.
-    for cache, knows_indices in ((repeats, True), (None, True), (None, False)):
+    ways = [(repeats, True), (None, True), (None, False)]
+    for cache, knows_indices in ways if repeats is not None else ways[1:]:
         try:
             return _dry_run(task, layout, config, rank, device, proofs, cache, knows_indices=knows_indices)
         except RungError:
             raise
         except Exception as error:
-            failure = error
+            failure = error if knows_indices else failure
     line = user_line(traceback.extract_tb(failure.__traceback__)) or task.name
     if isinstance(failure, fake_world.NEEDS_VALUES):
         raise ModelError(
