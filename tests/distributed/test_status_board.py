@@ -143,3 +143,20 @@ def test_a_rank_can_be_asked_alone(tmp_path: Path) -> None:
     for number in (1, 2):
         writers[number].ask_to_stop()
     assert [writer.stop_requested() for writer in writers] == [False, True, True]
+
+
+def test_a_board_is_never_too_short_for_who_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that start at the same time open it as soon as it is there."""
+    path = tmp_path / "status"
+    made = Path.write_bytes
+
+    def written(target: Path, data: bytes) -> int:
+        assert target != path, "it would be empty for a moment"
+        return made(target, data)
+
+    monkeypatch.setattr(Path, "write_bytes", written)
+    first = StatusBoard(path, 2, create=True)
+    first.writer(1).phase("forward")
+    StatusBoard(path, 2, create=True)
+    assert first.read(1).phase != "forward", "who has it open sees that it was cleared"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["status"]

@@ -56,13 +56,25 @@ class RankStatus:
         return self.phase in ("finished", "stopped")
 
 
+def _write_empty(path: Path, size: int) -> None:
+    """Make the file, or clear it for those who have it open. Nobody may find it too short, not for a moment."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(size)
+            file.write(b"\0" * size)
+    else:
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_bytes(b"\0" * size)
+        unfinished.replace(path)
+
+
 class StatusBoard:
     """One slot for each rank of this job, and one for the launcher's request."""
 
     def __init__(self, path: str | Path, num_ranks: int, *, create: bool = False) -> None:
         size = max(_offset(num_ranks), mmap.PAGESIZE)
         if create:
-            Path(path).write_bytes(b"\0" * size)
+            _write_empty(Path(path), size)
         descriptor = os.open(path, os.O_RDWR)
         try:
             self._memory = mmap.mmap(descriptor, size)

@@ -15,6 +15,7 @@ from rung.planner.cost import StepTime, step_time
 from rung.planner.dryrun import DryRun, dry_run
 from rung.planner.memory import ROUNDING, find_peak, reserve
 from rung.planner.truncated_model import shortened
+from rung.spec.abilities import shards_parameters
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import Task
@@ -150,7 +151,7 @@ class Estimator:
         """The estimate with all blocks, traced or extrapolated from fewer."""
         stages = layout.num_stages
         each = -(-self.num_blocks // stages) if self.num_blocks else 0
-        few = _FEW_GATHERED if layout.uses_fully_shard else _FEW
+        few = _FEW_GATHERED if shards_parameters(layout) else _FEW
         depths = [0] if each <= max(few, _WHOLE) else [few * stages, (few + 1) * stages]
         config = self.settings_of(layout, checkpointing, micro_batch)
         traced = [self._trace_layout(layout, config, blocks) for blocks in depths]
