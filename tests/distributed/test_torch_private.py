@@ -35,6 +35,7 @@ ALLOWED = {
         "_op_dispatcher _propagate_tensor_meta_non_cached _remove_autograd_hooks _storage_Use_Count "
         "_subclasses _training_state _use_count"
     ),
+    "distributed/known_indices.py": "_mode_utils",
     "distributed/rpc.py": (
         "_InternalRPCPickler _channels _default_pickler _internal_rpc_pickler _set_sequence_nr _transports"
     ),

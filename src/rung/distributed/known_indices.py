@@ -1,0 +1,70 @@
+"""Values of integers in a dry run, by which models decide, for instance whether a mask hides anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rung.distributed.torch_private import schema, tree_leaves, tree_map_only
+
+_MOST_KNOWN = 2**22  # elements of a tensor whose values a dry run computes
+
+
+class KnownIndices:
+    """The values of fake integers and truth values, as far as they follow from others that are known."""
+
+    def __init__(self) -> None:
+        self._values: Any = WeakTensorKeyDictionary()
+        self._lost: dict[int, Any] = {}  # storages of values that were overwritten by unknown ones, by their address
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a fake tensor, if they are known; a real one has its own."""
+        if type(tensor) is torch.Tensor:
+            return tensor
+        found: torch.Tensor | None = self._values.get(tensor)
+        return None if found is None or found.untyped_storage().data_ptr() in self._lost else found
+
+    def learn(self, fake: torch.Tensor, value: torch.Tensor) -> None:
+        is_index = not fake.is_floating_point() and not fake.is_complex()
+        if is_index and fake.numel() <= _MOST_KNOWN and type(value) is torch.Tensor:
+            self._values[fake] = value
+
+    def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Compute the values of an operation's results, or forget those that it overwrites with unknown ones."""
+        outputs = _tensors_in(output)
+        if any(leaf.is_floating_point() or leaf.is_complex() or leaf.numel() > _MOST_KNOWN for leaf in outputs):
+            return
+        written = [
+            leaf
+            for argument, value in zip(schema(func).arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for leaf in _tensors_in(value)
+        ]
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if is_drawn or any(self.get(leaf) is None for leaf in _tensors_in((args, kwargs))):
+            for leaf in written:
+                self._forget(leaf)
+            return
+        name = func.overloadpacket.__name__
+        is_done = any(type(leaf) is torch.Tensor for leaf in written)  # torch writes to real tensors itself
+        if not outputs or is_done or func.namespace != "aten" or name.startswith(("empty", "new_empty")):
+            return
+        real: Any = tree_map_only(torch.Tensor, self.get, (args, kwargs))
+        with no_dispatch():
+            computed = _tensors_in(func(*real[0], **real[1]))
+        for leaf, value in zip(outputs, computed, strict=True):
+            self.learn(leaf, value)
+
+    def _forget(self, fake: torch.Tensor) -> None:
+        """Also of the tensors that share its storage."""
+        value = self.get(fake)
+        if value is not None and value is not fake:
+            storage = value.untyped_storage()
+            self._lost[storage.data_ptr()] = storage  # kept, so that no other gets its address
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
