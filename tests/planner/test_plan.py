@@ -513,9 +513,13 @@ def test_the_host_takes_its_time_for_operations_modules_and_updates() -> None:
     calls = sum(work.calls for work in works)
     assert 0 < len(updates) < len(works) and calls >= 8
     cluster = parse_cluster("1xH100")
-    times = {"issue": 1e-3, "issue_in_update": 3e-3, "call": 1e-2, "begin": 0.5}
+    times = {"issue": 1e-3, "issue_large": 2e-3, "issue_in_update": 3e-3, "call": 1e-2, "begin": 0.5}
     slow = replace(cluster, device=replace(cluster.device, **times))
-    expected = 0.5 + 1e-3 * (len(works) - len(updates)) + 3e-3 * len(updates) + 1e-2 * calls
+    large = [work for work in works if work.is_large]
+    assert {"native_layer_norm", "mm"} <= {work.name for work in large} and not {"add", "gelu"} & {
+        w.name for w in large
+    }
+    expected = 0.5 + 1e-3 * (len(works) - len(updates)) + 1e-3 * len(large) + 3e-3 * len(updates) + 1e-2 * calls
     assert step_time([run], slow).seconds == pytest.approx(expected, rel=0.01)
 
 

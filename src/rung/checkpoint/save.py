@@ -61,7 +61,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self.error: str | None = None  # of the newest save, once it has finished
         self._records: deque[SaveRecord] = deque()  # the writing thread adds, the main thread takes
-        self._kept: Position | None = None  # of the newest save that is on the disk
+        self._on_disk: Position | None = None  # of the newest save that is on the disk
         self.last: Position | None = None  # of the newest save that is on the disk or on its way there
 
     def save(self, position: Position, *, wait: bool = False) -> None:
@@ -90,23 +90,23 @@ class Saver:
         """Record the result of a save. Called after the thread has ended, never in it: all ranks must agree on `last`,
         by which they decide whether to save again, and their threads end at different moments."""
         if self.error is not None:
-            self.last = self._kept
-        self._kept = self.last
+            self.last = self._on_disk
+        self._on_disk = self.last
 
     def starts_from(self, position: Position) -> None:
         """Note that the state of a position is already on disk."""
-        self._kept = self.last = position
+        self._on_disk = self.last = position
 
     def has(self, position: Position) -> bool:
         """Whether the state of a position is completely on disk. Does not wait."""
-        return self._thread is None and self._kept == position
+        return self._thread is None and self._on_disk == position
 
     @property
     def good_state(self) -> str:
         """The newest whole checkpoint, as a sentence for error messages."""
-        if self._kept is None:
+        if self._on_disk is None:
             return "There is no whole checkpoint."
-        return f"The newest whole checkpoint is {folder_of(self._folder, self._kept.step)}."
+        return f"The newest whole checkpoint is {folder_of(self._folder, self._on_disk.step)}."
 
     def finished(self) -> list[SaveRecord]:
         """The saves that finished since the last call."""
@@ -132,14 +132,14 @@ class Saver:
     def _write_all(self, share: Share) -> int:
         # Written under another name: a whole checkpoint of this step may exist already.
         folder = partial_of(self._folder, share.step)
-        rooms = self._together("make its folder", lambda: self._clear(folder, share))
-        parts = self._together("write its part", lambda: share.write(folder, self._touch), rooms)
+        rooms = self._on_all_ranks("make its folder", lambda: self._make_folder(folder, share))
+        parts = self._on_all_ranks("write its part", lambda: share.write(folder, self._touch), rooms)
         content = merge(parts, join([part["tensors"] for part in parts]))
-        self._together("copy its part", lambda: mirror(self._sites, self._group, folder, [share.file]), rooms)
-        self._together("write the manifest", lambda: self._finish(folder, share.step, content), rooms)
+        self._on_all_ranks("copy its part", lambda: mirror(self._sites, self._group, folder, [share.file]), rooms)
+        self._on_all_ranks("write the manifest", lambda: self._finish(folder, share.step, content), rooms)
         return sum(int(file["bytes"]) for file in content["files"].values())
 
-    def _clear(self, folder: Path, share: Share) -> tuple[int, int | None]:
+    def _make_folder(self, folder: Path, share: Share) -> tuple[int, int | None]:
         """Make an empty folder. Returns the bytes of this rank's part, and the free space."""
         if self._sites.is_leader:
             if folder.exists():  # left by an interrupted save
@@ -154,10 +154,10 @@ class Saver:
             best = content["best"]["step"] if content["best"] is not None else None
             prune(self._folder, self._keep, self._keep_every, newest=step, best=best)
 
-    def _together(self, what: str, action: Callable[[], Any], rooms: list[Any] | None = None) -> list[Any]:
+    def _on_all_ranks(self, what: str, action: Callable[[], Any], rooms: list[Any] | None = None) -> list[Any]:
         """Run an action on every rank and gather the results. If it fails on one rank, all ranks raise.
 
-        `rooms`: the results of `_clear` on all ranks, for the message of a full disk.
+        `rooms`: the results of `_make_folder` on all ranks, for the message of a full disk.
         """
         result, error = None, None
         try:

@@ -142,11 +142,6 @@ def _of_softmax_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[in
     return [_num_bytes(inputs[0])]
 
 
-def _of_safe_softmax(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
-    """Which values are masked."""
-    return [inputs[0].numel()]
-
-
 def _of_upsample_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
     return [] if inputs[0].is_contiguous() else [_num_bytes(inputs[0])]
 
@@ -159,7 +154,6 @@ _WORKSPACES: dict[str, Callable[[list[Tensor], list[Tensor]], list[int]]] = {
     "aten::sum": _of_reduction,
     "aten::mean": _of_reduction,
     "aten::_softmax_backward_data": _of_softmax_backward,
-    "aten::_safe_softmax": _of_safe_softmax,
     "aten::upsample_nearest2d_backward": _of_upsample_backward,
     "aten::upsample_bilinear2d_backward": _of_upsample_backward,
     "aten::convolution": _of_convolution,
@@ -172,6 +166,70 @@ _FEW_INDICES, _RUN = 3072, 10  # constants of the embedding backward kernel
 # Of reductions: values for each result from which several blocks share it, results from which they are written in
 # vectors, and the bytes that all blocks of the device write at most.
 _LONG_REDUCTION, _MANY_RESULTS, _MOST_PARTIAL_SUMS = 1024, 128, 132 * 2**20
+
+
+def steps_of(operation: Any) -> Callable[..., Tensor] | None:
+    """The operations by which a GPU computes this one, if they are several."""
+    return _STEPS.get(operation)
+
+
+def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
+    whole: Tensor = torch.ops.aten.broadcast_tensors([input, mask])[0]
+    return whole.clone(memory_format=torch.contiguous_format).masked_fill_(mask, value)
+
+
+def _safe_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    result = torch.ops.aten._softmax.default(input if dtype is None else input.to(dtype), dim, False)
+    is_hidden = torch.isneginf(input).all(dim, keepdim=True)
+    return torch.ops.aten.where.self(is_hidden, torch.zeros((), dtype=result.dtype), result)  # type: ignore[no-any-return]
+
+
+_STEPS: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.masked_fill.Scalar: _masked_fill,
+    torch.ops.aten.masked_fill.Tensor: _masked_fill,
+    torch.ops.aten._safe_softmax.default: _safe_softmax,
+}
+
+
+def pieces_of(operation: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """What a kernel computes one by one: the rows of a layer norm, or the elements of a pointwise kernel that cannot
+    read several at a time, since an operand is broadcast, strided or in another order than the result, or is converted
+    from half precision."""
+    if operation is torch.ops.aten.native_layer_norm.default:
+        return outputs[1].numel()
+    if operation is torch.ops.aten.native_layer_norm_backward.default:
+        return inputs[2].numel()
+    if torch.Tag.pointwise not in operation.tags and operation.overloadpacket not in _COPIES:
+        return 0
+    result = outputs[0] if outputs else inputs[0]
+    if not result.numel():
+        return 0
+    widens = result.dtype in (torch.float32, torch.float64) and any(t.dtype in _HALVES for t in inputs)
+    operands = [tensor for tensor in (*inputs, result) if tensor.dim() > 0 and tensor.numel() > 1]
+    lies_alike = all(_placement(tensor) == _placement(result) for tensor in operands) and _is_dense(result)
+    return 0 if lies_alike and not widens else result.numel()
+
+
+def _placement(tensor: Tensor) -> list[tuple[int, int]]:
+    return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie side by side in memory, in whatever order."""
+    expected = 1
+    for size, stride in sorted(_placement(tensor), key=lambda pair: pair[1]):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+_COPIES = (
+    torch.ops.aten.copy_,
+    torch.ops.aten._to_copy,
+    torch.ops.aten.clone,
+    torch.ops.aten.masked_fill_,
+)
 
 
 def _copies(image: Tensor, weight: Tensor, result: Tensor) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rung.distributed.torch_private import schema, tree_leaves, tree_map_only
+from rung.distributed.torch_private import schema, tree_map_only
 
 _MOST_KNOWN = 2**22  # elements of a tensor whose values a dry run computes
 
@@ -34,17 +34,17 @@ class KnownIndices:
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Compute the values of an operation's results, or forget those that it overwrites with unknown ones."""
-        outputs = _tensors_in(output)
+        outputs = argument_tensors(output)
         if any(leaf.is_floating_point() or leaf.is_complex() or leaf.numel() > _MOST_KNOWN for leaf in outputs):
             return
         written = [
             leaf
             for argument, value in zip(schema(func).arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in _tensors_in(value)
+            for leaf in argument_tensors(value)
         ]
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if is_drawn or any(self.get(leaf) is None for leaf in _tensors_in((args, kwargs))):
+        if is_drawn or any(self.get(leaf) is None for leaf in argument_tensors((args, kwargs))):
             for leaf in written:
                 self._forget(leaf)
             return
@@ -54,7 +54,7 @@ class KnownIndices:
             return
         real: Any = tree_map_only(torch.Tensor, self.get, (args, kwargs))
         with no_dispatch():
-            computed = _tensors_in(func(*real[0], **real[1]))
+            computed = argument_tensors(func(*real[0], **real[1]))
         for leaf, value in zip(outputs, computed, strict=True):
             self.learn(leaf, value)
 
@@ -66,5 +66,19 @@ class KnownIndices:
             self._lost[storage.data_ptr()] = storage  # kept, so that no other gets its address
 
 
-def _tensors_in(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+def argument_tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results of an operation, which are in lists and tuples at most. torch's own
+    function knows every container, and a dry run asks tens of thousands of times."""
+    found: list[torch.Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(values: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(values, torch.Tensor):
+        found.append(values)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            _collect(value, found)
+    elif isinstance(values, dict):
+        _collect(list(values.values()), found)

@@ -41,9 +41,11 @@ class Device:
     full_efficiency: Curve = _FULL_EFFICIENCY  # in fp32 and fp64
     bandwidth_efficiency: float = 0.85
     launch: float = 2e-6
-    # Seconds of the host: for an operation of forward or backward, for one of the update (None: the same), for a
-    # module's call, for a kernel that a library issues within an operation, and for a step beside these.
+    # Seconds of the host: for an operation of forward or backward, for one that calls a library (products,
+    # convolutions, norms, attention; None: the same), for one of the update (None: the same), for a module's call, for
+    # a kernel that a library issues within an operation, and for a step beside these.
     issue: float = 9e-6
+    issue_large: float | None = None
     issue_in_update: float | None = None
     call: float = 0.0
     inner: float = 5e-6

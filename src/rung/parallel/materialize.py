@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import TorchFunctionMode
 
 from rung.data.rng import seed_generators
 from rung.distributed import fake_world
@@ -33,6 +34,23 @@ _HALF = (torch.bfloat16, torch.float16)
 def gradient_hooks(model: nn.Module) -> Counter[str]:
     """The number of gradient hooks on each parameter, by name."""
     return Counter({name: num_gradient_hooks(parameter) for name, parameter in model.named_parameters()})
+
+
+class _NoDraws(TorchFunctionMode):
+    """Leaves tensors on the meta device as they are where a constructor would draw their values.
+
+    torch computes shapes and strides of such a draw in Python, a few milliseconds a tensor.
+    """
+
+    _DRAWS = frozenset(
+        getattr(Tensor, f"{name}_")
+        for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._DRAWS and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class Weights:
@@ -56,8 +74,10 @@ class Weights:
         self._seeded = seeded = seeded and world.tensors.has_storage
         self._dtype, self._masters = dtype, masters
         self.widened: torch.dtype | None = None  # the type of weights that became fp32
-        with fake_world.outside_fakes():  # a constructor may compute a few numbers from real tensors
-            self.model = self._build(task, seed, "meta")
+        self.model: nn.Module | None = None
+        if world.size > 1 or not seeded:  # one process takes the model as it is built on the host
+            with fake_world.outside_fakes():  # a constructor may compute a few numbers from real tensors
+                self.model = self._build(task, seed, "meta")
         with world.tensors.mode():
             # All ranks must agree: if a constructor fails on one rank only (it reads a file, say), that rank would skip
             # the broadcasts in which the others wait for it.
@@ -84,7 +104,7 @@ class Weights:
         torch.manual_seed(seed)
         if device == "meta":
             try:
-                with torch.device("meta"):
+                with torch.device("meta"), _NoDraws():
                     model = task.model()
             except Exception:
                 return None  # the build on the host succeeds or raises the same error
@@ -149,8 +169,8 @@ class Weights:
                             continue
                         if not self._keeps(name):
                             done[id(tensor)] = self._absent(tensor, name, device)
-                        elif tensor.device == device:
-                            continue  # has its storage already
+                        elif tensor.device == device and self._in_memory_format(tensor, tensor) is tensor:
+                            continue  # it is as it should be
                         else:
                             done[id(tensor)] = self._materialized(tensor, name, device)
                     put_tensor(owner, key, done[id(tensor)])

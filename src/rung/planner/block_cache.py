@@ -329,9 +329,8 @@ def _replay(tracer: Tracer, part: _TracePart, numbers: _Numbers, meshes: list[An
 
 def _same_work(work: Work, phase: str, reads: tuple[int, ...], writes: tuple[int, ...]) -> Work:
     """A copy with other allocations; `dataclasses.replace` is too slow for this many events."""
-    return Work(
-        work.name, phase, work.flops, work.num_bytes, work.dtype, reads, writes, work.stream, work.calls, work.is_inner
-    )
+    own = work.stream, work.calls, work.is_inner, work.pieces
+    return Work(work.name, phase, work.flops, work.num_bytes, work.dtype, reads, writes, *own)
 
 
 def _as_part(events: list[Event], numbers: _Numbers, given: int, shapes: list[_Shape | None]) -> _TracePart:

@@ -54,6 +54,7 @@ _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 _SIZES = (1024, 16384, 262144, 2**22, 2**24)
 _SLOW = 0.1  # seconds: after a matrix product this slow, larger ones of its dtype are skipped
 _SMALL_STEPS = 60
+_HOST_ROUNDS = 3  # a host that others use, too, has slow moments
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class HostTimes:
     """What the host takes: fields of `Device`. On a CPU, which computes what it issues, all is in `issue`."""
 
     issue: float
+    issue_large: float | None = None
     issue_in_update: float | None = None
     call: float = 0.0
     inner: float | None = None
@@ -178,38 +180,41 @@ def _issue_on_cpu(found: Abilities) -> float:
 def _host_of_device() -> HostTimes:
     """From steps so small that a GPU waits for the host in them, which differ in one thing each."""
     few, many, called = SmallTask(6, modules=False), SmallTask(24, modules=False), SmallTask(24)
-    apart = replace(many, single=True)
-    tasks = (few, many, called, apart)
-    seconds = {task: measure_small_step(task, "single", 1, "cuda") for task in tasks}
+    scaled, apart = replace(many, scalings=4), replace(many, single=True)
+    tasks = (few, many, called, scaled, apart)
+    rounds = [{task: measure_small_step(task, "single", 1, "cuda") for task in tasks} for _ in range(_HOST_ROUNDS)]
+    seconds = {task: statistics.median(one[task] for one in rounds) for task in tasks}
     works = {task: _works_of(task, "cuda") for task in tasks}
     own = {task: sum(work.phase != "update" for work in works[task]) for task in tasks}
+    large = {task: sum(work.is_large for work in works[task]) for task in tasks}
+    small = {task: own[task] - large[task] for task in tasks}
     updates = {task: len(works[task]) - own[task] for task in tasks}
-    issue = max(1e-6, (seconds[many] - seconds[few]) / (own[many] - own[few]))
+    issue = max(1e-6, (seconds[scaled] - seconds[many]) / (small[scaled] - small[many]))
+    in_layers = seconds[many] - seconds[few] - issue * (small[many] - small[few])
+    issue_large = max(issue, in_layers / (large[many] - large[few]))
     in_update = max(1e-6, (seconds[apart] - seconds[many]) / (updates[apart] - updates[many]))
     calls = sum(work.calls for work in works[called]) - sum(work.calls for work in works[many])
     call = max(0.0, (seconds[called] - seconds[many]) / calls)
-    explained = own[few] * issue + updates[few] * in_update + call * sum(work.calls for work in works[few])
-    return HostTimes(issue, in_update, call, _inner_issue(), max(0.0, seconds[few] - explained))
+    explained = small[few] * issue + large[few] * issue_large + updates[few] * in_update
+    explained += call * sum(work.calls for work in works[few])
+    return HostTimes(issue, issue_large, in_update, call, _inner_issue(), max(0.0, seconds[few] - explained))
 
 
 def _inner_issue() -> float:
-    """The time of a product that cuDNN issues, from a recurrent layer whose products are small, but not so small that
-    one kernel computes them all."""
+    """The host's time for a product that cuDNN issues, from a recurrent layer whose products are small, but not so
+    small that one kernel computes them all."""
     layer = nn.LSTM(768, 768, num_layers=2).cuda()
-    input = torch.zeros(256, 4, 768, device="cuda")
-
-    def step() -> None:
+    short, long = 16, 80  # time steps, so few that the device's queue takes all
+    times: dict[int, list[float]] = {short: [], long: []}
+    for length in (short, long) * 12:
+        input = torch.zeros(length, 4, 768, device="cuda")
+        torch.cuda.synchronize()
+        started = time.perf_counter()
         layer(input)[0].sum().backward()
-
-    for _ in range(3):
-        step()
+        times[length].append(time.perf_counter() - started)
     torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(5):
-        step()
-    torch.cuda.synchronize()
-    num_products = 256 * 2 * 3  # steps, layers; one in forward and two in backward
-    return (time.perf_counter() - started) / 5 / num_products
+    apart = statistics.median(times[long][3:]) - statistics.median(times[short][3:])
+    return max(1e-6, apart / ((long - short) * 2 * 3))  # of each layer one product in forward and two in backward
 
 
 def _works_of(task: SmallTask, device: str) -> list[Work]:
@@ -261,14 +266,17 @@ def _small_config(nproc: int) -> RunConfig:
 class _Chain(nn.Module):
     """Linear layers that one module computes."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, scalings: int) -> None:
         super().__init__()
+        self.scalings = scalings
         self.weights = nn.ParameterList(torch.zeros(16, 16) for _ in range(layers))
         self.biases = nn.ParameterList(torch.zeros(16) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for weight, bias in zip(self.weights, self.biases, strict=True):
             x = nn.functional.relu(nn.functional.linear(x, weight, bias))
+            for _ in range(self.scalings):
+                x = x * 1.5
         return x
 
 
@@ -278,11 +286,12 @@ class SmallTask:
 
     layers: int = 6
     modules: bool = True  # each layer by a module of its own
+    scalings: int = 0  # after each layer that is no module
     single: bool = False  # the optimizer updates one parameter at a time
 
     def _model(self) -> nn.Module:
         if not self.modules:
-            return _Chain(self.layers)
+            return _Chain(self.layers, self.scalings)
         return nn.Sequential(*(part for _ in range(self.layers) for part in (nn.Linear(16, 16), nn.ReLU())))
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

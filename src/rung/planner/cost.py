@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from rung.hardware.cluster import Cluster, Device, interpolate
 from rung.hardware.collective_records import bus_factor
 from rung.planner.dryrun import DryRun
-from rung.planner.kernels import moving_name, name_of
+from rung.planner.kernels import moving_name, name_of, pieces_name
 from rung.planner.recorder import Message
 from rung.planner.trace import Mark, Sent, Work
 from rung.spec.strategy import Layout
@@ -177,6 +177,8 @@ def _compute(clock: _RankClock, work: Work, device: Device, slowdown: float) -> 
         issue = device.inner
     elif work.phase == "update" and device.issue_in_update is not None:
         issue = device.issue_in_update
+    elif work.is_large and device.issue_large is not None:
+        issue = device.issue_large
     clock.host += (issue + work.calls * device.call) * slowdown
     free = clock.streams[work.stream]
     ready, why = max((clock.ready.get(number, (0.0, "")) for number in work.reads), default=(0.0, ""))
@@ -215,6 +217,15 @@ def _communicate(clock: _RankClock, event: Sent, cluster: Cluster) -> None:
 
 def duration(work: Work, device: Device) -> tuple[float, str]:
     """The seconds of one operation, and whether arithmetic or memory limits it."""
+    seconds, limit = _of_amounts(work, device)
+    one_by_one = device.kernels.get(pieces_name(work)) if work.pieces else None
+    if one_by_one is not None:
+        seconds = max(seconds, device.launch + work.pieces / interpolate(one_by_one, work.pieces))
+    return seconds, limit
+
+
+def _of_amounts(work: Work, device: Device) -> tuple[float, str]:
+    """The same where the number of pieces does not matter."""
     moving = device.kernels.get(moving_name(work)) if work.flops else None
     rate = interpolate(moving, work.num_bytes) if moving is not None else device.moving_rate(work.num_bytes)
     moved = work.num_bytes / rate

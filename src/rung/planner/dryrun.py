@@ -11,6 +11,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rung.data.batch_shard import LocalBatch
@@ -27,6 +28,7 @@ from rung.planner.block_cache import BlockTraceCache
 from rung.planner.trace import Trace
 from rung.planner.tracer import Tracer
 from rung.runtime import Runtime, build_runtime
+from rung.spec.compatibility import fit_settings
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import Task
@@ -106,6 +108,18 @@ def _dry_run(
             runtime = build_runtime(task, world, config, total_steps=2, status=status, reuse=reuse)
         with fake_world.known_indices(world.tensors.fake_mode) if knows_indices else nullcontext():
             return take_two_steps(runtime, world, status, batches, repeats, tracer)
+
+
+def whole_state(task: Task, config: RunConfig, device: str) -> dict[str, int]:
+    """Bytes of parameters, gradients, optimizer state and buffers of the whole model, each trained parameter used."""
+    layout = Layout("single")
+    with open_fake_world(layout, device=device) as world, world.tensors.mode():
+        runtime = build_runtime(task, world, fit_settings(replace(config, compile=False), layout), total_steps=2)
+        _pretend_values(runtime, world)
+        for parameter in runtime.model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        runtime.optimizer.step()
+        return runtime.state_bytes()
 
 
 def take_two_steps(

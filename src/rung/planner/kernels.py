@@ -21,6 +21,7 @@ from rung.planner.trace import Work
 from rung.planner.tracer import Tracer
 
 Point = tuple[float, float]
+_NARROW = 64  # a row of a norm that leaves most threads of its block idle
 # What a device calls, and what a dry run without it traces.
 _SAME = {"cudnn_batch_norm": "native_batch_norm", "product_cudnn_attention": "product_flash_attention"}
 
@@ -31,7 +32,7 @@ class Kernel:
 
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
-    moves: bool = False  # memory limits it, although it computes
+    limit: str = ""  # what it is recorded by: "moves" if memory limits it although it computes, or "pieces"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator
         yield Kernel(normalise, (random(rows, width), random(width), random(width)))
         yield Kernel(partial(F.dropout, p=0.1), (random(rows, width),))
         yield Kernel(partial(torch.sum, dim=0), (random(rows, width),))
+        if where.type == "cuda":
+            yield Kernel(torch.mul, (random(rows, width), random(width).detach()), "pieces")
+            yield Kernel(
+                partial(_layer_norm, _NARROW), (random(4 * rows, _NARROW), *random(2, _NARROW).unbind()), "pieces"
+            )
         places = torch.randint(0, 512, (rows,), device=where)
         yield Kernel(lambda w, p=places: F.embedding(p, w), (random(512, width),))
     for length in sizes.lengths:
@@ -74,6 +80,7 @@ def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator
         yield Kernel(partial(attend, is_causal=True), tuple(random(4, 4, length, 64) for _ in range(3)))
         mask = torch.zeros(4, 1, length, length, device=where, dtype=dtype)
         masked = partial(attend, attn_mask=mask)
+        yield Kernel(partial(attend, dropout_p=0.1), tuple(random(4, 4, length, 64) for _ in range(3)))
         yield Kernel(masked, tuple(random(4, 4, length, 64) for _ in range(3)))
         yield Kernel(torch.bmm, (random(16, length, 64), random(16, 64, length)))
     for batch, channels, pixels in sizes.images:
@@ -82,7 +89,7 @@ def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator
         yield Kernel(F.conv2d, (image, random(2 * channels, channels, 1, 1)))
         # As many pixels of few channels: cuDNN moves a picture several times, since it wants channels last.
         wide = random(batch, 16, 2 * pixels, 2 * pixels)
-        yield Kernel(partial(F.conv2d, padding=1), (wide, random(16, 16, 3, 3)), moves=True)
+        yield Kernel(partial(F.conv2d, padding=1), (wide, random(16, 16, 3, 3)), "moves")
         alone = partial(F.conv2d, padding=1, groups=channels)
         yield Kernel(alone, (image, random(channels, 1, 3, 3)))
         yield Kernel(partial(F.max_pool2d, kernel_size=2), (image,))
@@ -103,7 +110,8 @@ def _statistics(width: int, where: torch.device) -> tuple[Tensor, Tensor]:
 def measure_kernels(
     world: World, time: Callable[[Callable[[], Any]], float], types: Sequence[torch.dtype] = (torch.float32,)
 ) -> dict[str, list[Point]]:
-    """For each operation, points of (amount in a call, amount per second), in FLOPs, or in bytes if it has none."""
+    """For each operation, points of (amount in a call, amount per second), in FLOPs, or in bytes if it has none; for
+    pointwise ones whose operands lie differently in memory, together and in elements."""
     found: dict[str, list[Point]] = {}
     for kernel in itertools.chain.from_iterable(kernels(world.device, dtype) for dtype in types):
         tracer = Tracer(world, StatusWriter())
@@ -118,11 +126,19 @@ def measure_kernels(
             back()
         for work, call in ((forward, partial(kernel.call, *kernel.inputs)), (_main(tracer.trace.works()), back)):
             if work is not None:
-                name = moving_name(work) if kernel.moves else name_of(work)
-                amount, seconds = float(work.num_bytes if kernel.moves else work.flops or work.num_bytes), time(call)
+                name, amount = _recorded(work, kernel.limit)
+                seconds = time(call)
                 if seconds > 0:
                     found.setdefault(name, []).append((amount, amount / seconds))
     return {name: _fastest_points(points) for name, points in found.items()}
+
+
+def _recorded(work: Work, limit: str) -> tuple[str, float]:
+    if limit == "moves":
+        return moving_name(work), float(work.num_bytes)
+    if limit == "pieces":
+        return pieces_name(work), float(work.pieces)
+    return name_of(work), float(work.flops or work.num_bytes)
 
 
 def name_of(work: Work) -> str:
@@ -136,6 +152,11 @@ def name_of(work: Work) -> str:
 def moving_name(work: Work) -> str:
     """The name under which the rate is recorded at which a kernel that computes little moves bytes."""
     return f"moving {name_of(work)}"
+
+
+def pieces_name(work: Work) -> str:
+    """The name under which the rate is recorded at which a kernel computes its pieces: one for all pointwise ones."""
+    return f"{work.name} rows" if work.name.startswith("native_layer_norm") else "scattered"
 
 
 def _main(works: list[Work]) -> Work | None:

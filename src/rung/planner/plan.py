@@ -10,20 +10,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rung.errors import ModelError
 from rung.hardware.cluster import Cluster
 from rung.planner.advice import Change, to_fit, to_quicken
 from rung.planner.candidates import layouts_for, named_layout
 from rung.planner.compression_advice import Advice, best_of, plain_ddp, try_compression, waiting_share
+from rung.planner.dryrun import whole_state
 from rung.planner.estimate import Estimate, Estimator
 from rung.planner.measurements import Measurements, refine
 from rung.planner.parallel_search import FEW, TaskSource, search_in_processes
 from rung.planner.search import WORTH_IT, Rejected, gib, search
 from rung.planner.truncated_model import count_blocks
 from rung.spec.abilities import keeps_whole_state, rung_of, title_of
-from rung.spec.compatibility import fit_settings
 from rung.spec.config import RunConfig
-from rung.spec.strategy import Layout
 from rung.spec.task import Task
 from rung.system.units import human_bytes, human_seconds
 
@@ -114,8 +112,7 @@ def make_plan(
     num_blocks = count_blocks(task)
     estimator = Estimator(task, config, cluster, num_blocks)
     progress("the whole model on one device")
-    whole = _whole_model(estimator)
-    state = {**whole.memory.state, "gradients": whole.memory.state["parameters"]}
+    state = whole_state(task, config, cluster.device.kind)
     layouts = named if named is not None else list(layouts_for(cluster, num_blocks))
     if source is not None and len(layouts) > FEW:
         found = search_in_processes(source, config, cluster, layouts, state, progress)
@@ -174,18 +171,6 @@ def _grounds(plan: Plan) -> list[str]:
         return [f"Modelled, from {plan.cluster.device.source}; what fits is judged by the upper end of its memory."]
     others = "; the rest is modelled" if len(measured) < len(plan.rows) else ""
     return [f"Measured on this device: {', '.join(measured)}, but for messages between devices{others}."]
-
-
-def _whole_model(estimator: Estimator) -> Estimate:
-    """An estimate on one device, used for its state only. Recomputation does not change the state and shrinks the
-    trace; some models cannot be checkpointed."""
-    alone = Layout("single")
-    config = fit_settings(estimator.config, alone)
-    single = Estimator(estimator.task, config, estimator.cluster, estimator.num_blocks)
-    try:
-        return single.estimate(alone, "full", 1)
-    except ModelError:
-        return single.estimate(alone, "none", 1)
 
 
 def choose(rows: list[Estimate]) -> Estimate | None:

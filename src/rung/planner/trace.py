@@ -48,6 +48,12 @@ class Work:
     stream: int = 0
     calls: int = 0  # of modules, since the operation before: the host's time
     is_inner: bool = False  # a library issues it within another operation
+    pieces: int = 0  # that a GPU computes one by one: rows of a norm, elements of operands that lie differently
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it calls a library: a product, a convolution, attention or a norm of activations."""
+        return self.flops > 0 or ("norm" in self.name and self.name.startswith(("native_", "cudnn_")))
 
 
 @dataclass(slots=True, frozen=True)

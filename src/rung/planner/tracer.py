@@ -18,8 +18,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
 from rung.distributed import cuda_emulation, fake_world
+from rung.distributed.known_indices import argument_tensors
 from rung.distributed.status_board import StatusWriter
-from rung.distributed.torch_private import schema, tree_leaves
+from rung.distributed.torch_private import schema
 from rung.distributed.world import World
 from rung.planner.memory_log import MemoryLog
 from rung.planner.recorder import Recorder, group_of
@@ -56,7 +57,7 @@ _FLOPS: dict[str, Callable[..., int]] = {
     for suffix, packet, query in (("", _ATTENTION, 0), ("_backward", _ATTENTION_BACKWARD, 1))
 } | {"aten::_grouped_mm": _grouped_product}
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
-_READS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index.Tensor")
+_READS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index.Tensor", "aten::nll_loss_forward")
 
 
 class Tracer(Recorder):
@@ -69,6 +70,7 @@ class Tracer(Recorder):
 
     def __init__(self, world: World, status: StatusWriter) -> None:
         super().__init__(world, status)
+        self._is_fake_gpu = world.device_type == "cuda" and not world.tensors.has_storage
         self._streams = fake_world.StreamWatch()
         self.memory = MemoryLog(self._streams)
         self._resize: Any = None
@@ -112,6 +114,9 @@ class Tracer(Recorder):
             return NotImplemented  # the operations on its local tensors are dispatched again
         if self._is_paused or func.namespace in _IGNORED or self._is_outside_fakes():
             return func(*args, **(kwargs or {}))
+        if self._is_fake_gpu and (steps := cuda_emulation.steps_of(func)) is not None:
+            with self._inside():
+                return steps(*args, **(kwargs or {}))
         memory, inputs = self.memory, tensors_of((args, kwargs))
         if fake_world.is_imagining() or any(memory.is_ignored(tensor) for tensor in inputs):
             output = func(*args, **(kwargs or {}))
@@ -125,7 +130,7 @@ class Tracer(Recorder):
         reads = tuple(memory.number_of(tensor) for tensor in inputs)
         num_known = len(self.trace.allocations)
         writes = tuple(memory.number_of(tensor) for tensor in outputs)
-        if self._world.device_type == "cuda" and not self._world.tensors.has_storage:
+        if self._is_fake_gpu:
             for num_bytes in cuda_emulation.workspaces_of(schema(func).name, inputs, outputs):
                 memory.add_workspace(num_bytes)
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -158,8 +163,10 @@ class Tracer(Recorder):
         num_bytes = sum(_num_bytes(t) for t in (*seen, *(written or outputs)))
         num_calls, self._num_calls = self._num_calls, 0
         main = next((t for t in (*outputs, *inputs) if t.is_floating_point()), None)
-        if name in _CONVOLUTIONS and kwargs.get("groups", args[-1] if name == _CONVOLUTIONS[0] else args[-2]) > 1:
+        if name in _CONVOLUTIONS and _argument(func, args, kwargs, "groups") > 1:
             name += "_grouped"  # a kernel of its own
+        if _argument(func, args, kwargs, "dropout_p"):
+            name += "_dropout"
         return Work(
             name.removeprefix("aten::"),
             self.phase,
@@ -171,6 +178,7 @@ class Tracer(Recorder):
             self._streams.current,
             num_calls,
             cuda_emulation.is_inside_library(),
+            cuda_emulation.pieces_of(func, inputs, outputs) if self._world.device_type == "cuda" else 0,
         )
 
     def _see_call(self, module: nn.Module, inputs: Any) -> None:
@@ -188,6 +196,15 @@ class Tracer(Recorder):
             if operation in ("send", "receive"):
                 peer = dist.get_global_rank(group_of(args), next(arg for arg in args if type(arg) is int))
             self.trace.events.append(Sent(self.messages[-1], peer, touched))
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Operations inside are traced, although another one is at work."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _is_outside_fakes(self) -> bool:
         """Whether a dry run computes with real tensors for the moment, which do not belong to the device."""
@@ -234,9 +251,15 @@ def _computes(func: Any, makes_memory: bool) -> bool:
     return any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema(func).arguments)
 
 
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """An argument of an operation by its name, if it has such a one and it was given."""
+    given = zip(schema(func).arguments, args, strict=False)
+    return kwargs.get(name) or next((value for argument, value in given if argument.name == name), None)
+
+
 def tensors_of(values: Any) -> list[Tensor]:
     """All tensors with a storage of their own; a DTensor's is that of its part."""
-    found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+    found = [tensor for tensor in argument_tensors(values) if not isinstance(tensor, DTensor)]
     return [tensor for tensor in found if tensor.layout is torch.strided and tensor.device.type != "meta"]
 
 
