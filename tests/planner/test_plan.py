@@ -139,6 +139,9 @@ def test_workspaces_are_those_that_a_gpu_was_seen_to_take() -> None:
     assert workspaces_of("aten::embedding_dense_backward", [heads, tokens], [table]) == [13839360]
     assert workspaces_of("aten::embedding_dense_backward", [heads, tokens[0]], [table]) == []
     assert workspaces_of("aten::mm", [table, table], [table]) == []
+    windows = torch.empty(3136, 2, 16, 8, dtype=torch.bfloat16, device="meta")
+    efficient = "aten::_scaled_dot_product_efficient_attention_backward"
+    assert workspaces_of(efficient, [windows] * 4, [windows] * 3)[1] == 102860800, "tiles of 64 x 64 for 16 x 8 values"
 
 
 def test_gradients_are_added_up_in_place_as_without_a_tracer() -> None:

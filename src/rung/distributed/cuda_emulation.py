@@ -38,6 +38,7 @@ _FULL_RESULT = (
 _LEFT_ALONE = ("cross_entropy_loss", "avg_pool3d", "binary_cross_entropy", "grid_sampler", "trace", "polar")
 _LARGE_IMAGE = 400  # pixels
 _HALVES = (torch.float16, torch.bfloat16)
+_ALIGNED, _TILE = 8, 64  # elements
 
 
 @contextlib.contextmanager
@@ -123,10 +124,10 @@ def _of_flash_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]
 
 
 def _of_efficient_backward(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
-    """The gradient times the result, then a second gradient of the query."""
+    """The gradient times the result, then the gradient of the queries in fp32, tile by tile, each with counters."""
     query = inputs[1]
-    size = query.numel() * query.element_size()
-    return [size, query.numel() * 4 + query.shape[0] * query.shape[1] * query.shape[-1] * 4]
+    tiles = query.shape[0] * query.shape[1] * -(-query.shape[2] // _TILE) * -(-query.shape[3] // _TILE)
+    return [_num_bytes(query), tiles * (16 + 4 * _TILE * _TILE)]
 
 
 def _of_reduction(inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
@@ -356,6 +357,9 @@ def _attention(
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    if any(stride % _ALIGNED for stride in mask.stride()[:-1]):  # the kernel reads rows that begin at such places
+        length = mask.shape[-1]
+        mask = torch.nn.functional.pad(mask, (0, _ALIGNED - length % _ALIGNED))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 

@@ -26,8 +26,10 @@ _BY_CUBLAS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "dot")  # which has work
 _FEW, _FEW_GATHERED = 2, 4
 _WHOLE = 4  # up to this many blocks per stage are traced in full
 # How much more memory than was said a job may need. Those of `benchmarks.foresight` needed up to 6 % more, and up to
-# 25 % more if cuDNN computes in them, whose workspaces depend on the algorithms that it chooses.
+# 26 % more if cuDNN computes in them, whose workspaces depend on the algorithms that it chooses. Even where all was
+# measured, the allocator may take a segment more.
 _DOUBT, _CUDNN_DOUBT, _MEASURED_DOUBT = 0.08, 0.27, 0.02
+_SEGMENT = 20 * 2**20
 _TRACED = 3  # micro-batches: the first, one that represents the middle, and the last, which may send more
 
 
@@ -67,7 +69,8 @@ class Estimate:
     def most_bytes(self) -> int:
         """The upper end of what a process may need."""
         modelled = _CUDNN_DOUBT if self.memory.uses_cudnn else _DOUBT
-        return round(self.memory.process * (1 + (_MEASURED_DOUBT if self.is_measured else modelled)))
+        doubt = _MEASURED_DOUBT if self.is_measured else modelled
+        return round(self.memory.process * (1 + doubt)) + _SEGMENT
 
     def fits(self, cluster: Cluster) -> bool:
         return self.most_bytes <= cluster.device.memory
