@@ -20,7 +20,7 @@ MIB, WIDTH = 2**20, 2048
 def wide_task() -> Task:
     """Few operations, and much memory: that of an allocator's pieces does not count beside it."""
     return Task(
-        model=lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))),
+        model=lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))),
         train_data=lambda: TensorDataset(torch.zeros(4096, WIDTH), torch.zeros(4096, dtype=torch.long)),
         loss=nn.functional.cross_entropy,
         optimizer=lambda model: torch.optim.AdamW(model.parameters()),
@@ -61,11 +61,12 @@ def test_a_micro_batch_that_is_too_large_comes_first() -> None:
 
 
 def test_where_nothing_fits_more_devices_are_tried() -> None:
-    least = plan(with_memory("1xH100", 2**40), "single", micro_batch=1, activation_checkpointing="full").rows[0]
-    found = plan(with_memory("1xH100", round(0.8 * least.memory.process)))
+    smallest = {"micro_batch": 1, "activation_checkpointing": "full"}
+    least = plan(with_memory("1xH100", 2**40), "single", **smallest).rows[0]
+    found = plan(with_memory("1xH100", round(0.8 * least.memory.process)), **smallest)
     assert found.chosen is None and found.changes[-1].seconds is not None
     assert "--strategy zero3 on " in found.changes[-1].what and "x H100" in found.changes[-1].what
-    hopeless = plan(with_memory("1xH100", 2 * MIB))
+    hopeless = plan(with_memory("1xH100", 2 * MIB), **smallest)
     assert all(one.seconds is None for one in hopeless.changes)
     assert any("or more of them and a larger batch" in line for line in hopeless.words)
 
