@@ -1,8 +1,8 @@
 """Initial weights: built once from the seed and broadcast to the ranks unit by unit.
 
 Every rank of several builds the model on the meta device; rank 0 also builds it on the host. `fill` then allocates one
-unit at a time and fills it by a broadcast from rank 0; the unit may be sharded before the next one is filled. So only rank 0 ever
-holds the whole model, and the weights do not depend on the layout.
+unit at a time and fills it by a broadcast from rank 0; the unit may be sharded before the next one is filled. So only
+rank 0 ever holds the whole model, and the weights do not depend on the layout.
 
 A rank of a pipeline keeps the tensors of its own stages. The others become fake tensors, so that the modules stay
 complete and the model's own forward can run up to this rank's stage.
