@@ -91,6 +91,11 @@ def is_faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """`tensor.device`, which is an operation of its own for a fake tensor, and asked for more often than all others."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 

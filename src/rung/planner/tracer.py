@@ -110,6 +110,8 @@ class Tracer(Recorder):
         return super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return fake_world.device_of(args[0])
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the operations on its local tensors are dispatched again
         if self._is_paused or func.namespace in _IGNORED or self._is_outside_fakes():
@@ -260,7 +262,7 @@ def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
 def tensors_of(values: Any) -> list[Tensor]:
     """All tensors with a storage of their own; a DTensor's is that of its part."""
     found = [tensor for tensor in argument_tensors(values) if not isinstance(tensor, DTensor)]
-    return [tensor for tensor in found if tensor.layout is torch.strided and tensor.device.type != "meta"]
+    return [tensor for tensor in found if tensor.layout is torch.strided and fake_world.device_of(tensor).type != "meta"]
 
 
 def _num_bytes(tensor: Tensor) -> int:
