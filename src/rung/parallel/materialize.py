@@ -36,7 +36,7 @@ def gradient_hooks(model: nn.Module) -> Counter[str]:
     return Counter({name: num_gradient_hooks(parameter) for name, parameter in model.named_parameters()})
 
 
-class _NoDraws(TorchFunctionMode):
+class NoDraws(TorchFunctionMode):
     """Leaves tensors on the meta device as they are where a constructor would draw their values.
 
     torch computes shapes and strides of such a draw in Python, a few milliseconds a tensor.
@@ -104,7 +104,7 @@ class Weights:
         torch.manual_seed(seed)
         if device == "meta":
             try:
-                with torch.device("meta"), _NoDraws():
+                with torch.device("meta"), NoDraws():
                     model = task.model()
             except Exception:
                 return None  # the build on the host succeeds or raises the same error

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from rung.distributed import fake_world
 from rung.parallel.blocks import find_list_of_blocks
-from rung.parallel.materialize import own_tensors, put_tensor
+from rung.parallel.materialize import NoDraws, own_tensors, put_tensor
 from rung.spec.task import Task
 
 
 def count_blocks(task: Task) -> int:
     """The number of identical blocks in the model's list of blocks; 0 if they differ or there is no list."""
-    with torch.device("meta"):
+    with torch.device("meta"), NoDraws():
         try:
             model = task.model()
         except Exception:
@@ -46,7 +46,7 @@ def shortened(task: Task, num_blocks: int) -> Task:
 
     def model() -> nn.Module:
         if not skeleton:
-            with fake_world.outside_fakes(), torch.device("meta"):
+            with fake_world.outside_fakes(), torch.device("meta"), NoDraws():
                 skeleton.append(make())
             blocks = find_list_of_blocks(skeleton[0], task.blocks)
             container: Any = skeleton[0].get_submodule(blocks[0][0].rpartition(".")[0])
