@@ -262,7 +262,9 @@ def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
 def tensors_of(values: Any) -> list[Tensor]:
     """All tensors with a storage of their own; a DTensor's is that of its part."""
     found = [tensor for tensor in argument_tensors(values) if not isinstance(tensor, DTensor)]
-    return [tensor for tensor in found if tensor.layout is torch.strided and fake_world.device_of(tensor).type != "meta"]
+    return [
+        tensor for tensor in found if tensor.layout is torch.strided and fake_world.device_of(tensor).type != "meta"
+    ]
 
 
 def _num_bytes(tensor: Tensor) -> int:
