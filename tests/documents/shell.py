@@ -158,6 +158,9 @@ class Shell:
         return str(self._newest(f"{name}*" if has_like else "*", "metrics.jsonl"))
 
     def _newest(self, pattern: str, part: str) -> Path:
+        if pattern == "*" and not any((self._folder / "runs").glob(f"*/{part}")):  # a page may take a run for granted
+            command = ["rung", "train", "task.py", "--strategy", "single"]
+            subprocess.run(command, cwd=self._folder, env=_environment(), check=True, timeout=_SECONDS)
         found = [path for path in (self._folder / "runs").glob(pattern) if (path / part).exists()]
         assert found, f"no run matches {pattern!r} with {part!r} in it"
         return max(found, key=lambda path: path.stat().st_mtime).relative_to(self._folder)

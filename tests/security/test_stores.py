@@ -458,11 +458,26 @@ def test_machines_whose_clocks_differ_do_not_take_each_other_for_dead(monkeypatc
     assert began < seen.deadline < datetime.now(UTC) + 1.1 * second
     # It says nothing more: its age grows on the reader's monotonic clock.
     started = time.monotonic()
-    monkeypatch.setattr("rung.launch.rendezvous.state.time.monotonic", lambda: started + 7)
-    got = slow.get_state()
-    assert got is not None
+    for passed in range(1, 8):
+        monkeypatch.setattr("rung.launch.rendezvous.state.time.monotonic", lambda passed=passed: started + passed)
+        got = slow.get_state()
+        assert got is not None
     seen = pickle.loads(got[0])
     assert began - 8 * second < seen.last_heartbeats[node] < datetime.now(UTC) - 6 * second
+
+
+def test_a_launcher_that_was_held_up_does_not_take_others_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with too much to do, it may not look for a while; the others lived meanwhile, or did not."""
+    writer, reader = StateCodec(1.0), StateCodec(1.0)
+    state = _state()
+    text = writer.encode(state).encode()
+    reader.decode(text)
+    started, (node, _) = time.monotonic(), state.last_heartbeats
+    ages = []
+    for passed in (30, 31, 32, 33, 34):
+        monkeypatch.setattr("rung.launch.rendezvous.state.time.monotonic", lambda passed=passed: started + passed)
+        ages.append((datetime.now(UTC) - reader.decode(text).last_heartbeats[node]).total_seconds())
+    assert ages[0] < 3 < ages[-1], "it is given time to be seen again, and no more than that"
 
 
 def test_a_launcher_that_joined_again_is_alive_to_one_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

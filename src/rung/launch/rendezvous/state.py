@@ -30,6 +30,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
+_LOOKS = 2.0  # seconds between two looks at the state; an idle machine takes one
+
 
 class DynamicRendezvous:
     """One launcher's handle on torch's rendezvous."""
@@ -132,6 +134,7 @@ class StateCodec:
         self._deadline: tuple[str, float] | None = None  # the name of a round's last call, and when it expires
         self._given: dict[_NodeDesc, datetime] = {}  # heartbeats of the state that was last decoded
         self._given_deadline: datetime | None = None
+        self._looked: float | None = None  # when a state was last decoded
 
     def encode(self, state: _RendezvousState) -> str:
         now, clock = datetime.now(UTC), time.monotonic()
@@ -171,6 +174,7 @@ class StateCodec:
         state.wait_list = {_node(row) for row in found["wait_list"]}
         state.redundancy_list = {_node(row) for row in found["redundancy_list"]}
         counters = {_node(row[:3]): _checked(row[3], int) for row in found["heartbeats"]}
+        self._forgive(clock)
         known = {node: self._beats.get(node, (None, clock)) for node in counters}
         self._beats = {n: (c, known[n][1] if known[n][0] == c else clock) for n, c in counters.items()}
         state.last_heartbeats = {node: now - timedelta(seconds=clock - at) for node, (_, at) in self._beats.items()}
@@ -180,6 +184,13 @@ class StateCodec:
             state.deadline = now + timedelta(seconds=self._deadline[1] - clock)
         self._given, self._given_deadline = dict(state.last_heartbeats), state.deadline
         return state
+
+    def _forgive(self, clock: float) -> None:
+        """Do not hold the time against the others in which this process did not look, because its machine is busy."""
+        missed = clock - self._looked - _LOOKS if self._looked is not None else 0.0
+        self._looked = clock
+        if missed > 0:
+            self._beats = {node: (count, min(clock, at + missed)) for node, (count, at) in self._beats.items()}
 
 
 def _fields(node: _NodeDesc) -> list[Any]:
