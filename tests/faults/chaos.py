@@ -69,7 +69,7 @@ def main() -> int:
     print(_as_text(figures))
     if not any(result.problems for result in results):
         shutil.rmtree(kept)
-    return 1 if figures["misses"] else 0
+    return 1 if figures["jobs_failed"] else 0  # slow recoveries are listed; a busy machine is no mistake
 
 
 def _play_all(
