@@ -2,14 +2,16 @@
 
 python -m benchmarks.checks
 
-Two ranks train the GPT example. Measured are the median time of a step; by how much later the first step ends with the
-check before it than without, in steps (a first step takes longer than later ones, and the check has done a part of that
-already); and what one comparison of replicas adds to the steps between two of them (`check_every`).
+Two ranks train the GPT example, as it is and larger. Measured are the median time of a step; by how much later the
+first step ends with the check before it than without, in steps (a first step takes longer than later ones, and the
+check has done a part of that already); and what one comparison of replicas adds to the steps between two of them
+(`check_every`).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import statistics
 import sys
@@ -23,21 +25,27 @@ from rung.distributed.world import open_world
 from rung.launch.fork_server import start_fork_server
 from rung.launch.spawn import on_ranks
 from rung.runtime import build_runtime
-from rung.spec.config import resolve
+from rung.spec.config import RunConfig, resolve
 from rung.spec.strategy import parse
-from rung.spec.task import load_task
+from rung.spec.task import Task, load_task
 from rung.system.launcher_env import environment_local_size, environment_size
 from rung.train.first_step import check_first_step
 from rung.train.replica_check import ReplicaCheck
 from rung.train.worker import make_batches
 
-_STEPS, _REPEATS, _STARTS = 40, 20, 5
+_STEPS, _REPEATS, _STARTS = 20, 20, 5
+_SIZES: dict[str, dict[str, str]] = {"small": {}, "larger": {"model.size": "3m", "batch_size": "64"}}
 
 
-def measure_start(path: str, strategy: str, check: bool) -> float:
-    """Seconds from a built runtime to the end of the first step, on this rank."""
+def _job(path: str, strategy: str, settings: dict[str, str], check: bool = True) -> tuple[Task, RunConfig]:
     task = load_task(path)
-    config = resolve(task, flags={"steps": _STEPS, "strategy": strategy, "check": check}).config
+    found = resolve(task, flags={"steps": _STEPS, "strategy": strategy, "check": check}, assignments=settings)
+    return task.bind(found.arguments), found.config
+
+
+def measure_start(path: str, strategy: str, settings: dict[str, str], check: bool) -> float:
+    """Seconds from a built runtime to the end of the first step, on this rank."""
+    task, config = _job(path, strategy, settings, check)
     layout = parse(strategy, environment_size(), environment_local_size())
     with open_world(layout, device="cpu", timeout_seconds=300) as world:
         batches = make_batches(task, config, world)
@@ -50,10 +58,9 @@ def measure_start(path: str, strategy: str, check: bool) -> float:
         return time.perf_counter() - started
 
 
-def measure(path: str, strategy: str) -> dict[str, float]:
+def measure(path: str, strategy: str, settings: dict[str, str]) -> dict[str, float]:
     """Seconds of a step and of one comparison, on this rank."""
-    task = load_task(path)
-    config = resolve(task, flags={"steps": _STEPS, "strategy": strategy}).config
+    task, config = _job(path, strategy, settings)
     layout = parse(strategy, environment_size(), environment_local_size())
     with open_world(layout, device="cpu", timeout_seconds=300) as world:
         batches = make_batches(task, config, world)
@@ -90,20 +97,21 @@ def main() -> int:
         "machine": machine_facts("cpu"),
         "strategies": {},
     }
-    for strategy in options.strategies:
-        found = on_ranks(measure, 2, options.task, strategy, threads=1, timeout=300.0)[0]
+    for (size, settings), strategy in itertools.product(_SIZES.items(), options.strategies):
+        job = options.task, strategy, settings
+        found = on_ranks(measure, 2, *job, threads=1, timeout=300.0)[0]
         starts: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(_STARTS):
             for check, seconds in starts.items():
-                seconds += on_ranks(measure_start, 2, options.task, strategy, check, threads=1, timeout=300.0)[:1]
+                seconds += on_ranks(measure_start, 2, *job, check, threads=1, timeout=300.0)[:1]
         without, with_check = (statistics.median(seconds) for seconds in starts.values())
         found |= {"first_step_seconds": without, "first_step_with_check_seconds": with_check}
         found["first_check_in_steps"] = (with_check - without) / found["step_seconds"]
         found["comparison_share"] = found["comparison_seconds"] / (found["check_every"] * found["step_seconds"])
-        content["strategies"][strategy] = found
+        content["strategies"].setdefault(size, {})[strategy] = found
         print(
-            f"{strategy:<8} step {1e3 * found['step_seconds']:.1f} ms, first check {found['first_check_in_steps']:.1f} "
-            f"steps, comparisons {100 * found['comparison_share']:.3f} %"
+            f"{size:<6} {strategy:<8} step {1e3 * found['step_seconds']:.1f} ms, first check "
+            f"{found['first_check_in_steps']:.1f} steps, comparisons {100 * found['comparison_share']:.3f} %"
         )
     write(options.out, content)
     return 0
