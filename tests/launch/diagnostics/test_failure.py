@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -329,7 +330,13 @@ def _refuse() -> None:
     raise DataError("the data set is empty.")
 
 
-def test_sys_exit_is_told_with_the_place_of_the_call() -> None:
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_sys_exit_is_told_with_the_place_of_the_call(is_watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_watched:  # as wandb does it for the rest of the process
+        scope: dict[str, Any] = {"leave": sys.exit}
+        code = "def leave_and_tell(code):\n    leave(code)\n"
+        exec(compile(code, sysconfig.get_path("purelib") + "/tracker/hooks.py", "exec"), scope)
+        monkeypatch.setattr(sys, "exit", scope["leave_and_tell"])
     lines = format_error(caught(_leave)).splitlines()
     assert lines[-2].strip() == "sys.exit(3)"
     assert lines[-1] == "sys.exit(3) was called"

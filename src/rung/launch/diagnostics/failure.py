@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import signal
+import sysconfig
 import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -205,7 +206,11 @@ def format_error(error: BaseException) -> str:
         frames, message = _parse_traceback(text)
         return "\n".join([*_format_frames(frames), *_shorten(message)])
     captured = traceback.TracebackException.from_exception(error, compact=True)
-    lines = [*_format_frames(_frames_of(captured)), *_shorten(_only_message(captured, error))]
+    frames = _frames_of(captured)
+    installed = sysconfig.get_path("purelib")
+    while isinstance(error, SystemExit) and len(frames) > 1 and frames[-1][0].startswith(installed):
+        frames.pop()  # a tracker may have put its own function in the place of sys.exit
+    lines = [*_format_frames(frames), *_shorten(_only_message(captured, error))]
     cause, count = _cause_of(captured), 0
     while cause is not None and count < _MAX_CAUSES:
         place = next((frame for frame in reversed(cause.stack) if not _is_library(frame.filename)), None)
