@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from rung.errors import ModelError
 from rung.hardware.cluster import devices, parse_cluster
 from rung.planner.cost import duration
 from rung.planner.dryrun import DryRun, dry_run, whole_state
 from rung.planner.estimate import Estimator
+from rung.planner.plan import make_plan
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
 from rung.spec.task import Task
@@ -143,3 +145,36 @@ def test_a_frozen_model_has_no_gradients() -> None:
     each = 4 * WIDTH * WIDTH
     assert state["parameters"] == 4 * each and state["gradients"] == each
     assert 2 * each <= state["optimizer"] <= 2 * each + 16  # and a count of steps
+
+
+class OnlyItsOwn(torch.optim.SGD):
+    """Refuses gradients that its model did not compute, as SparseAdam refuses dense ones."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if any(
+                parameter.grad.grad_fn is None and not hasattr(parameter, "was_used") for parameter in group["params"]
+            ):
+                raise RuntimeError("these gradients come from nowhere")
+        super().step()
+
+
+class Marked(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.was_used = self.bias.was_used = True  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+def test_an_optimizer_that_refuses_made_up_gradients_can_be_planned() -> None:
+    state = whole_state(make_task(Marked(WIDTH, WIDTH), OnlyItsOwn), RunConfig(batch_size=BATCH), "cuda")
+    assert state["parameters"] == 4 * (WIDTH + 1) * WIDTH
+
+
+def test_a_model_that_cannot_be_built_is_told_and_not_by_a_traceback() -> None:
+    def model() -> nn.Module:
+        raise ValueError("no such size: huge")
+
+    with pytest.raises(ModelError, match=r"(?s)def test_a_model|raise ValueError.*no such size: huge"):
+        make_plan(
+            replace(make_task(nn.Linear(1, 1)), model=model), RunConfig(batch_size=BATCH), parse_cluster("1xH200")
+        )

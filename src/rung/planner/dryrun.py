@@ -113,8 +113,20 @@ def _dry_run(
 def whole_state(task: Task, config: RunConfig, device: str) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer state and buffers of the whole model, each trained parameter used."""
     layout = Layout("single")
+    config = fit_settings(replace(config, compile=False), layout)
+    try:
+        return _state_after_update(task, layout, config, device)
+    except RungError:
+        raise
+    except Exception:
+        # An optimizer may refuse made-up gradients (SparseAdam takes sparse ones only). A dry run has the model's own,
+        # and says what is wrong with a model.
+        return dry_run(task, layout, config, device=device).state_bytes
+
+
+def _state_after_update(task: Task, layout: Layout, config: RunConfig, device: str) -> dict[str, int]:
     with open_fake_world(layout, device=device) as world, world.tensors.mode():
-        runtime = build_runtime(task, world, fit_settings(replace(config, compile=False), layout), total_steps=2)
+        runtime = build_runtime(task, world, config, total_steps=2)
         _pretend_values(runtime, world)
         for parameter in runtime.model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
