@@ -257,7 +257,7 @@ BY_HAND: dict[str, Callable[[Scale], Task]] = {
 
 # -- jobs ------------------------------------------------------------------------------------------------------------
 
-_OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda own: torch.optim.SGD(own, lr=0.01, momentum=0.9),
     "AdamW": lambda own: torch.optim.AdamW(own, lr=1e-4),
     "AdamW not fused": lambda own: torch.optim.AdamW(own, lr=1e-4, foreach=True),
@@ -266,7 +266,7 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = 
 # Samples, and tokens in each: steps long enough that the device and not the host bounds most of them.
 _SIZES = ((16, 512), (16, 1024), (32, 256), (32, 512), (64, 256))
 # Their kernels or their checks are not made for these sizes, or take minutes.
-_LEFT_OUT = ("Mamba", "RWKV", "retinanet_resnet50_fpn")
+LEFT_OUT = ("Mamba", "RWKV", "retinanet_resnet50_fpn")
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class Job:
 
     def task(self) -> Task:
         make = BY_HAND[self.model] if self.model in BY_HAND else ZOO[self.model][1]
-        choose = _OPTIMIZERS[self.optimizer]
+        choose = OPTIMIZERS[self.optimizer]
         return replace(
             make(self.scale),
             optimizer=lambda model: choose([p for p in model.parameters() if p.requires_grad]),
@@ -311,7 +311,7 @@ class Job:
 
 def jobs() -> list[Job]:
     draw = random.Random(SEED)
-    models = [name for name in (*ZOO, *BY_HAND) if name not in _LEFT_OUT]
+    models = [name for name in (*ZOO, *BY_HAND) if name not in LEFT_OUT]
     draw.shuffle(models)
     chosen = [models[number % len(models)] for number in range(NUM_JOBS)]
     held_out = set(draw.sample(range(NUM_JOBS), NUM_JOBS // 2))
@@ -332,7 +332,7 @@ def jobs() -> list[Job]:
             photo=224,
         )
         recomputes = "full" if draw.random() < 0.25 else "none"
-        optimizer = draw.choice(list(_OPTIMIZERS))
+        optimizer = draw.choice(list(OPTIMIZERS))
         found.append(
             Job(number, model, scale, draw.choice(("fp32", "bf16")), recomputes, optimizer, number in held_out)
         )

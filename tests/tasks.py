@@ -157,6 +157,18 @@ class TinyGRU(nn.Module):
         return self.head(self.layers(self.token(tokens))[0])
 
 
+class Skipping(TinyGRU):
+    """A layer that no sample passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(12, 12)
+
+
+def skipping_task() -> Task:
+    return text_task(model=Skipping)
+
+
 def recurrent_task() -> Task:
     return text_task(model=TinyGRU)
 
@@ -189,6 +201,7 @@ def dropping_task() -> Task:
 TASKS = {
     "dropping": dropping_task,
     "recurrent": recurrent_task,
+    "skipping": skipping_task,
     "images": image_task,
     "text": text_task,
     "padded": padded_task,

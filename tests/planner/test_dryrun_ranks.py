@@ -38,6 +38,7 @@ USUAL = (
     "tp2-gpt-2ranks",
     "pp2:zb-gpt-2ranks-accumulated",
     "ddp-2ranks-text-compress=powersgd:2",
+    "ddp-2ranks-skipping-unused_parameters=allow",
 )
 
 
@@ -82,6 +83,7 @@ CASES = [
     beside("pp2", 2, "padded", activation_checkpointing="full"),
     beside("fsdp2,tp2", 4, sequence_parallel=True, activation_checkpointing="full"),
     beside("ddp", 2, "images", batch_norm="local"),
+    *(beside(strategy, 2, "skipping", unused_parameters="allow") for strategy in ("ddp", "zero1", "zero3")),
 ]
 
 

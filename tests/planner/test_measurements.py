@@ -9,7 +9,7 @@ import pytest
 from rung.hardware.cluster import parse_cluster
 from rung.planner.at_hand import MeasuredRank
 from rung.planner.estimate import Estimator
-from rung.planner.measurements import Measurements, NotMeasured, OutOfTime, device_at_hand, refine
+from rung.planner.measurements import Measurements, NotMeasured, OutOfTime, Slowdowns, device_at_hand, refine
 from rung.planner.parallel_search import TaskSource
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout, parse
@@ -127,6 +127,23 @@ def test_the_best_are_measured_and_what_does_not_fit_is_tried_in_smaller_pieces(
         "single": 3.0, "ddp": 3.0, "pp2": 3.0,
     }, "what was not measured is as much slower"  # fmt: skip
     assert said == ["it is late: figures of the other layouts are modelled."]
+
+
+def test_a_layout_without_a_measurement_is_as_much_slower_as_those_that_are_like_it() -> None:
+    """On a slow host, FSDP's hooks make a step many times longer than one process needs: a sharded layout that nobody
+    measured must not win because of that one process."""
+    config, cluster = RunConfig(batch_size=8, device="cpu"), parse_cluster("4xH100")
+    estimator = Estimator(text_task(), config, cluster, 0)
+    names = ("zero2", "zero3", "fsdp2,tp2", "ddp", "zero1")
+    rows = {name: estimator.estimate(parse(name, 4), "none", 2) for name in names}
+    slowdowns = Slowdowns()
+    assert slowdowns.of(rows["zero3"].layout) == 1
+    slowdowns.add(parse("single", 1), 1.5)
+    assert slowdowns.of(rows["zero3"].layout) == 1.5
+    slowdowns.add(rows["zero2"].layout, 5.0)
+    slowdowns.add(rows["ddp"].layout, 2.0)
+    found = {name: slowdowns.of(row.layout) for name, row in rows.items()}
+    assert found == {"zero2": 5.0, "zero3": 5.0, "fsdp2,tp2": 5.0, "ddp": 2.0, "zero1": 2.0}
 
 
 def test_a_layout_that_cannot_be_measured_keeps_none_of_the_others_from_it() -> None:

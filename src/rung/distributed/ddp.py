@@ -20,7 +20,8 @@ def replicate(
 
     `reduce_in` is the type in which a communication hook will reduce gradients; the DDP of a dry run has its own hook.
     """
-    with warnings.catch_warnings():
+    table = nullcontext() if world.tensors.has_storage else fake_world.known_table(world.tensors.fake_mode)
+    with warnings.catch_warnings(), table:
         # `broadcast_buffers` is deprecated in torch 2.13 for a name that 2.11 does not have.
         warnings.simplefilter("ignore", FutureWarning)
         ddp = DistributedDataParallel(

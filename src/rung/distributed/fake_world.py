@@ -124,18 +124,22 @@ _HELD_BY_CALL = 4  # references to an argument of an operation that autograd cal
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """torch's fake tensors, and an operation whose fake form refuses what its kernels compute.
 
-    With `indices`, integers and truth values have values: models decide by them, for instance whether a mask hides
-    anything. Neither this nor `pretends_draws` while a model is cut: what is computed then must hold for other values,
-    too.
+    While it `learns_indices`, integers and truth values have values: models decide by them, for instance whether a mask
+    hides anything. Neither this nor `pretends_draws` while a model is cut: what is computed then must hold for other
+    values, too.
     """
 
     pretends_values = False
     pretends_draws = False
-    indices: KnownIndices | None = None
+    learns_indices = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.indices = KnownIndices()
 
     def from_tensor(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
         fake = super().from_tensor(tensor, *args, **kwargs)
-        if self.indices is not None and not is_fake(tensor):
+        if self.learns_indices and not is_fake(tensor):
             with no_dispatch():
                 self.indices.learn(fake, tensor.detach().clone())  # a model may write into it
         return fake
@@ -143,7 +147,7 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         indices = self.indices
         if func is torch.ops.aten._local_scalar_dense.default:
-            if indices is not None and (known := indices.get(args[0])) is not None:
+            if (known := indices.get(args[0])) is not None:
                 with no_dispatch():
                     return known.item()
             if self.pretends_values:
@@ -158,8 +162,8 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             with self:
                 return _grouped_product(*args, **(kwargs or {}))
         found = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if indices is not None:
-            indices.follow(func, args, kwargs or {}, found)
+        if self.learns_indices or indices.has_any:
+            indices.follow(func, args, kwargs or {}, found, learns=self.learns_indices)
         return found
 
 
@@ -167,19 +171,29 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 def known_indices(mode: Any) -> Iterator[None]:
     """Within the context, integers and truth values have values, and transformers decides by them as in training: it
     leaves masks out that hide nothing, but not where it is told that tensors are fake."""
-    indices = KnownIndices()
 
     def has_no_values(value: Any) -> bool:
-        return isinstance(value, FakeTensor) and indices.get(value) is None
+        return isinstance(value, FakeTensor) and mode.indices.get(value) is None
 
     module = sys.modules.get("transformers.utils.import_utils")
     asks = module is not None and hasattr(module, "is_fake_tensor")
-    mode.indices = indices
+    mode.learns_indices = True
     try:
         with patched(module, is_fake_tensor=has_no_values) if asks else contextlib.nullcontext():
             yield
     finally:
-        mode.indices = None
+        mode.learns_indices = False
+
+
+@contextlib.contextmanager
+def known_table(mode: Any) -> Iterator[None]:
+    """Within the context DDP is built, whose C++ code notes the parameters that took part in a table and a copy of it,
+    and reads them."""
+    mode.learns_indices = mode.indices.learns_empty = True
+    try:
+        yield
+    finally:
+        mode.learns_indices = mode.indices.learns_empty = False
 
 
 @contextlib.contextmanager

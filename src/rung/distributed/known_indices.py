@@ -14,7 +14,12 @@ _MOST_KNOWN = 2**22  # elements of a tensor whose values a dry run computes
 
 
 class KnownIndices:
-    """The values of fake integers and truth values, as far as they follow from others that are known."""
+    """The values of fake integers and truth values, as far as they follow from others that are known.
+
+    A tensor without initial values is known while it `learns_empty`, if only known values are written there later.
+    """
+
+    learns_empty = False
 
     def __init__(self) -> None:
         self._values: Any = WeakTensorKeyDictionary()
@@ -32,8 +37,15 @@ class KnownIndices:
         if is_index and fake.numel() <= _MOST_KNOWN and type(value) is torch.Tensor:
             self._values[fake] = value
 
-    def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Compute the values of an operation's results, or forget those that it overwrites with unknown ones."""
+    @property
+    def has_any(self) -> bool:
+        return len(self._values) > 0
+
+    def follow(self, func: Any, args: Any, kwargs: Any, output: Any, *, learns: bool) -> None:
+        """Compute the values of an operation's results, or forget those that it overwrites with unknown ones.
+
+        An operation that takes no tensors, such as `zeros`, counts while it `learns`.
+        """
         outputs = argument_tensors(output)
         if any(leaf.is_floating_point() or leaf.is_complex() or leaf.numel() > _MOST_KNOWN for leaf in outputs):
             return
@@ -44,13 +56,15 @@ class KnownIndices:
             for leaf in argument_tensors(value)
         ]
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if is_drawn or any(self.get(leaf) is None for leaf in argument_tensors((args, kwargs))):
+        taken = argument_tensors((args, kwargs))
+        if is_drawn or any(self.get(leaf) is None for leaf in taken) or not (taken or learns):
             for leaf in written:
                 self._forget(leaf)
             return
         name = func.overloadpacket.__name__
         is_done = any(type(leaf) is torch.Tensor for leaf in written)  # torch writes to real tensors itself
-        if not outputs or is_done or func.namespace != "aten" or name.startswith(("empty", "new_empty")):
+        is_empty = name.startswith(("empty", "new_empty")) and not self.learns_empty
+        if not outputs or is_done or is_empty or func.namespace != "aten":
             return
         real: Any = tree_map_only(torch.Tensor, self.get, (args, kwargs))
         with no_dispatch():

@@ -28,7 +28,7 @@ _SAME = {"cudnn_batch_norm": "native_batch_norm", "product_cudnn_attention": "pr
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call whose forward and backward are one large operation each."""
+    """A call whose forward, and backward if it has one, are one large operation each."""
 
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
@@ -66,7 +66,9 @@ def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator
         yield Kernel(partial(F.log_softmax, dim=-1), (random(rows, width),))
         normalise = partial(_layer_norm, width)
         yield Kernel(normalise, (random(rows, width), random(width), random(width)))
-        yield Kernel(partial(F.dropout, p=0.1), (random(rows, width),))
+        # On a CPU dropout is three operations, and drawing its mask takes by far the longest of them.
+        drop = partial(F.dropout, p=0.1) if where.type == "cuda" else _draw
+        yield Kernel(drop, (random(rows, width),))
         yield Kernel(partial(torch.sum, dim=0), (random(rows, width),))
         if where.type == "cuda":
             yield Kernel(torch.mul, (random(rows, width), random(width).detach()), "pieces")
@@ -103,6 +105,10 @@ def _layer_norm(width: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, (width,), weight, bias)
 
 
+def _draw(like: Tensor) -> Tensor:
+    return torch.empty_like(like, requires_grad=False).bernoulli_(0.9)
+
+
 def _statistics(width: int, where: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(width, device=where), torch.ones(width, device=where)
 
@@ -117,14 +123,17 @@ def measure_kernels(
         tracer = Tracer(world, StatusWriter())
         with tracer:
             output = kernel.call(*kernel.inputs)
-        wanted = [tensor for tensor in kernel.inputs if tensor.requires_grad]
-        seed = torch.ones_like(output)
-        back = partial(torch.autograd.grad, output, wanted, seed, retain_graph=True)
-        forward = _main(tracer.trace.works())
-        tracer = Tracer(world, StatusWriter())
-        with tracer:
-            back()
-        for work, call in ((forward, partial(kernel.call, *kernel.inputs)), (_main(tracer.trace.works()), back)):
+        measured: list[tuple[Work | None, Callable[[], Any]]] = [
+            (_main(tracer.trace.works()), partial(kernel.call, *kernel.inputs))
+        ]
+        if output.requires_grad:
+            wanted = [tensor for tensor in kernel.inputs if tensor.requires_grad]
+            back = partial(torch.autograd.grad, output, wanted, torch.ones_like(output), retain_graph=True)
+            tracer = Tracer(world, StatusWriter())
+            with tracer:
+                back()
+            measured.append((_main(tracer.trace.works()), back))
+        for work, call in measured:
             if work is not None:
                 name, amount = _recorded(work, kernel.limit)
                 seconds = time(call)

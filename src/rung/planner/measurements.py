@@ -22,7 +22,7 @@ from rung.planner.at_hand import MeasuredRank, measure_rank
 from rung.planner.estimate import Estimate, Estimator
 from rung.planner.parallel_search import TaskSource
 from rung.planner.search import WORTH_IT, Rejected, gib
-from rung.spec.abilities import rung_of
+from rung.spec.abilities import mechanisms, rung_of
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import files_of, load_task
@@ -132,6 +132,29 @@ def _measure(
     return first
 
 
+class Slowdowns:
+    """How much longer measured layouts took than was said, and thereby how much longer others will take."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[frozenset[str], float]] = []
+
+    def add(self, layout: Layout, slowdown: float) -> None:
+        self._found.append((mechanisms(layout), slowdown))
+
+    def of(self, layout: Layout) -> float:
+        """The least of the measured layouts that are most like this one; 1 if none was measured.
+
+        One process may take as long as was said where the hooks of FSDP, for which a slow host needs several times as
+        long as a quick one, do not.
+        """
+        own = mechanisms(layout)
+        likeness = [len(own & other) - len(own ^ other) for other, _ in self._found]
+        return min(
+            (slowdown for like, (_, slowdown) in zip(likeness, self._found, strict=True) if like == max(likeness)),
+            default=1.0,
+        )
+
+
 def refine(
     rows: list[Estimate], estimator: Estimator, measurements: Measurements, progress: Callable[[str], None]
 ) -> tuple[list[Estimate], list[Rejected], list[str]]:
@@ -140,9 +163,9 @@ def refine(
     Returns the estimates, the layouts that turned out not to fit, and what there is to say.
     """
     rows, rejected, said = list(rows), [], []
-    slowdowns: list[float] = []
+    slowdowns = Slowdowns()
     failed: list[Estimate] = []  # could not be measured
-    while (row := _next(rows, failed, min(slowdowns, default=1.0))) is not None:
+    while (row := _next(rows, failed, slowdowns)) is not None:
         progress(f"measuring {row.layout.name} on this device")
         try:
             config = estimator.settings_of(row.layout, row.checkpointing, row.micro_batch)
@@ -160,15 +183,13 @@ def refine(
             better = estimator.estimate(row.layout, row.checkpointing, row.micro_batch, found)
         if better is not None and better.fits(estimator.cluster):
             rows.append(better)
-            slowdowns.append(better.time.own / row.time.own)
+            slowdowns.add(row.layout, better.time.own / row.time.own)
         elif row.micro_batch > 1:
             rows.append(estimator.estimate(row.layout, row.checkpointing, row.micro_batch // 2))
         else:
             needs = better.memory.process if better is not None else estimator.cluster.device.memory
             rejected.append(Rejected(row.layout, f"needs more than {gib(needs)} when measured here", needs=needs))
-    if slowdowns:  # what was not measured is slower, too, or as quick
-        slowdown = min(slowdowns)
-        rows = [row if row.is_measured else replace(row, time=row.time.slowed(slowdown)) for row in rows]
+    rows = [row if row.is_measured else replace(row, time=row.time.slowed(slowdowns.of(row.layout))) for row in rows]
     rows.sort(key=lambda one: one.time.seconds)
     return rows, rejected, said
 
@@ -179,15 +200,19 @@ def _ranks(row: Estimate) -> tuple[int, ...]:
     return tuple(sorted({row.memory.rank, last}))
 
 
-def _next(rows: list[Estimate], failed: list[Estimate], slowdown: float) -> Estimate | None:
+def _next(rows: list[Estimate], failed: list[Estimate], slowdowns: Slowdowns) -> Estimate | None:
     """Of the layouts without a measurement that may be the best, the lowest rung; then the whole model on one device.
 
-    `failed` are not tried again. `slowdown` is how much longer measured layouts took than was said, at least.
+    `failed` are not tried again.
     """
     if not rows:
         return None
-    best = min(row.time.seconds * (1.0 if row.is_measured else slowdown) for row in rows)
+
+    def expected(row: Estimate) -> float:
+        return row.time.seconds * (1.0 if row.is_measured else slowdowns.of(row.layout))
+
+    best = min(expected(row) for row in rows)
     left = [row for row in rows if not row.is_measured and row not in failed]
-    near = [row for row in left if row.time.seconds * slowdown <= best * _NEAR / (1 - WORTH_IT)]
+    near = [row for row in left if expected(row) <= best * _NEAR / (1 - WORTH_IT)]
     alone = [row for row in left if row.layout.num_ranks == 1]
     return min(near or alone, key=lambda row: (rung_of(row.layout), row.time.seconds), default=None)

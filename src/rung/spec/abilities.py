@@ -85,6 +85,18 @@ def family(layout: Layout) -> tuple[int, int, bool]:
     return layout.tp, layout.zero, layout.dp_replicate > 1 and layout.dp_shard > 1
 
 
+def mechanisms(layout: Layout) -> frozenset[str]:
+    """What of torch and of Rung takes part in a rank's step beside the model. Each costs the host time of its own."""
+    taking_part = {
+        "ddp": layout.uses_ddp,
+        "zero1": layout.zero == 1,
+        "fully_shard": layout.uses_fully_shard,
+        "tp": layout.tp > 1,
+        "pp": layout.pp > 1,
+    }
+    return frozenset(name for name, is_there in taking_part.items() if is_there)
+
+
 def keeps_whole_state(layout: Layout) -> bool:
     """Whether every rank holds all parameters, gradients and optimizer state."""
     return layout.zero == 0 and not layout.is_composed
