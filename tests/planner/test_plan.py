@@ -283,6 +283,10 @@ def test_layouts_that_cannot_win_are_not_looked_at() -> None:
     assert why_not("pp4,fsdp2", best, two) == "pp2,fsdp4 is slower than zero3 already"
     assert why_not("pp8", best, row("pp4,ddp2", 8, 1.3)) == "pp4,ddp2 takes 1.3 s; the best takes 1 s"
     assert why_not("pp4,zero1x2", best, two, four) is None  # of another kind
+    told = "pp4,fsdp2, with the same stages, takes 1.6 s; the best takes 1 s"
+    assert why_not("pp4,zero1x2", best, two, row("pp4,fsdp2", 8, 1.6)) == told
+    short = replace(row("pp4,fsdp2", 8, 1.6), num_micro_batches=64)  # of memory: another sharding may have more of it
+    assert why_not("pp4,zero1x2", best, two, short) is None
 
 
 def test_no_step_takes_less_than_is_said() -> None:

@@ -23,7 +23,11 @@ from rung.planner.tracer import Tracer
 Point = tuple[float, float]
 _NARROW = 64  # a row of a norm that leaves most threads of its block idle
 # What a device calls, and what a dry run without it traces.
-_SAME = {"cudnn_batch_norm": "native_batch_norm", "product_cudnn_attention": "product_flash_attention"}
+_SAME = {
+    "cudnn_batch_norm": "native_batch_norm",
+    "product_cudnn_attention": "product_flash_attention",
+    "scatter_add_": "scatter_add",
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,9 @@ def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator
             )
         places = torch.randint(0, 512, (rows,), device=where)
         yield Kernel(lambda w, p=places: F.embedding(p, w), (random(512, width),))
+        # Its gradient is added up by places, as messages between the nodes of a graph are.
+        wide_places = places.remainder(128).view(2, -1, 1).expand(2, rows // 2, width)
+        yield Kernel(lambda x, p=wide_places: x.gather(1, p), (random(2, 128, width),))
     for length in sizes.lengths:
         attend = F.scaled_dot_product_attention
         yield Kernel(partial(attend, is_causal=True), tuple(random(4, 4, length, 64) for _ in range(3)))

@@ -20,6 +20,7 @@ from rung.system.units import human_seconds
 
 WORTH_IT = 0.05  # a smaller gain is not worth a higher rung
 _FAR = 0.25  # if a pipeline is this much slower than the best, twice as many stages are not tried
+_VERY_FAR = 0.5  # if a pipeline is this much slower than the best, its stages are not tried with other data parallelism
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,9 @@ def least_state(layout: Layout, state: dict[str, int]) -> int:
 def cannot_win(layout: Layout, rows: list[Estimate], best: float, least: float) -> str | None:
     """Why a composed layout need not be estimated, by the estimates `rows` of other layouts; None if it must be.
 
-    It cannot win if its lower bound `least` exceeds the best time, or if the same layout with half as many stages is
-    slower than with even fewer, or far slower than the best.
+    It cannot win if its lower bound `least` exceeds the best time, if the same layout with half as many stages is
+    slower than with even fewer, or far slower than the best, or if other data parallelism between the same stages is
+    very far slower.
     """
     if not layout.is_composed:
         return None
@@ -161,7 +163,20 @@ def cannot_win(layout: Layout, rows: list[Estimate], best: float, least: float) 
         return f"{fewer.layout.name} is slower than {fewest.layout.name} already"
     if fewer is not None and fewer.layout.num_stages > 1 and fewer.time.seconds > best * (1 + _FAR):
         return f"{fewer.layout.name} takes {human_seconds(fewer.time.seconds)}; the best takes {human_seconds(best)}"
+    alike = min((row for row in rows if _is_alike(row, layout)), key=lambda row: row.time.seconds, default=None)
+    if alike is not None and alike.time.seconds > best * (1 + _VERY_FAR):
+        return (
+            f"{alike.layout.name}, with the same stages, takes {human_seconds(alike.time.seconds)}; the best takes "
+            f"{human_seconds(best)}"
+        )
     return None
+
+
+def _is_alike(row: Estimate, layout: Layout) -> bool:
+    """Whether an estimate has the stages of a layout, and lacks no memory that another sharding would give it."""
+    share = row.micro_batch * row.num_micro_batches
+    is_full = row.checkpointing == "none" and row.micro_batch == micro_batches_for(row.layout, share)[0]
+    return is_full and (row.layout.pp, row.layout.tp) == (layout.pp, layout.tp)
 
 
 def _too_slow(least: float, best: float) -> bool:
