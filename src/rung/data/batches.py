@@ -113,6 +113,8 @@ class Batches:
         return LocalBatch(step, epoch, micro_batches, within == per_epoch - 1, time.perf_counter() - started)
 
     def _loader(self, dataset: Any, sampler: Iterable[Any] | None) -> Iterator[Any]:
+        if not self._num_workers and not self._pin_memory:  # torch's loader would only add its own time
+            return iter(dataset) if sampler is None else (dataset[piece] for piece in sampler)
         methods = multiprocessing.get_all_start_methods()
         generator = torch.Generator()
         generator.manual_seed(mix(self._seed, self.cut.rank))

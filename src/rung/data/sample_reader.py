@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from rung.data.batch_shard import BatchPartition, MicroBatch, SampleRange
 from rung.data.permutation import Permutation, mix
@@ -59,6 +60,33 @@ class _Collator:
             return self._collate(samples)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of tensors that a TensorDataset, or a subset of one, holds: a batch of them is read in one operation for
+    each tensor, which gives what default_collate makes of its samples."""
+
+    tensors: tuple[torch.Tensor, ...]
+    places: torch.Tensor | None = None  # of a subset's samples
+
+    @classmethod
+    def of(cls, dataset: Any) -> _Rows | None:
+        """None if the data set is no such one, or a subclass, which may read otherwise."""
+        if type(dataset) is TensorDataset:
+            is_plain = all(type(t) is torch.Tensor and t.layout == torch.strided for t in dataset.tensors)
+            return cls(dataset.tensors) if is_plain else None
+        whole = cls.of(dataset.dataset) if type(dataset) is Subset else None
+        if whole is None:
+            return None
+        places = torch.tensor([int(index) for index in dataset.indices])
+        return cls(whole.tensors, places if whole.places is None else whole.places[places])
+
+    def read(self, samples: list[int]) -> list[torch.Tensor]:
+        places = torch.tensor(samples)
+        if self.places is not None:
+            places = self.places[places]
+        return [tensor[places] for tensor in self.tensors]
+
+
 class SampleReader:
     """Reads and collates the samples of a range, each with its own random seed."""
 
@@ -68,12 +96,15 @@ class SampleReader:
         self._collate = _Collator(collate)
         self._seed = seed
         self._draws_random_numbers = False
+        self._rows = _Rows.of(dataset) if collate is default_collate else None
 
     def __len__(self) -> int:
         return self._order.num_samples
 
     def __getitem__(self, piece: SampleRange) -> MicroBatch:
         samples = self._order.samples(piece.epoch, piece.start, piece.stop)
+        if self._rows is not None:
+            return MicroBatch(self._rows.read(samples), piece.real, piece.num_global)
         # A place of its own: no sample has a negative position.
         data = self._collate(self._read(piece, samples), self._seed, piece.epoch, -1 - piece.start)
         return MicroBatch(data, piece.real, piece.num_global, self._collate.draws)
