@@ -122,9 +122,9 @@ def try_setting(setting: Setting) -> dict[str, Any]:
             times[name] = [_train(setting, layout, micro_batch)]
         except RungError as error:
             refused[name] = str(error).strip().splitlines()[-1][:200]
-    quickest = min(measured[0] for measured in times.values())
+    quickest = min((measured[0] for measured in times.values()), default=0.0)
     again = [name for name, measured in times.items() if measured[0] <= _NEAR * quickest]
-    if plan.chosen is not None and plan.chosen.layout.name not in again:
+    if plan.chosen is not None and plan.chosen.layout.name in times.keys() - again:
         again.append(plan.chosen.layout.name)
     for name in again if len(again) > 1 else []:
         times[name].append(_train(setting, *layouts[name]))
@@ -162,14 +162,15 @@ def train_rank(setting: Setting, strategy: str, micro_batch: int) -> float:
 def judge(row: dict[str, Any]) -> dict[str, Any]:
     """How much slower than the quickest the recommended layout was, and how far off the predicted times were."""
     measured = {name: min(times) for name, times in row["measured"].items()}
-    fastest = min(measured, key=lambda name: measured[name])
+    fastest = min(measured, key=lambda name: measured[name], default=None)
     pairs = [(row["predicted"][name], measured[name]) for name in row["predicted"] if name in measured]
     several = [name for name in row["predicted"] if name != "single" and name in measured]
     best = min(several, key=lambda name: row["predicted"][name], default=None)
     rest = min((time for name, time in measured.items() if name != "single"), default=math.inf)
     return {
         "fastest": fastest,
-        "slower": measured[row["chosen"]] / measured[fastest] - 1 if row["chosen"] in measured else math.inf,
+        # None: nothing was recommended, or what was does not train.
+        "slower": measured[row["chosen"]] / measured[fastest] - 1 if row["chosen"] in measured else None,
         "best of several": best,
         "slower of several": measured[best] / rest - 1 if best is not None else None,
         "errors": {name: row["predicted"][name] / measured[name] - 1 for name in row["predicted"] if name in measured},
@@ -181,13 +182,14 @@ def join(files: list[Path]) -> None:
     """All in one file, and as a table: the worst first."""
     rows = {name: row for file in files for name, row in json.loads(file.read_text())["settings"].items()}
     done = {name: {**row, **judge(row)} for name, row in rows.items() if "error" not in row}
-    order = sorted(done, key=lambda name: -done[name]["slower"])
+    slower = {name: math.inf if row["slower"] is None else row["slower"] for name, row in done.items()}
+    order = sorted(done, key=lambda name: -slower[name])
     errors = [abs(error) for row in done.values() for error in row["errors"].values()]
     summary = {
         "settings": len(rows),
         "plans that failed": len(rows) - len(done),
-        "recommended within 5 % of the fastest": sum(row["slower"] <= 0.05 for row in done.values()),
-        "the fastest itself": sum(row["slower"] == 0 for row in done.values()),
+        "recommended within 5 % of the fastest": sum(value <= 0.05 for value in slower.values()),
+        "the fastest itself": sum(value == 0 for value in slower.values()),
         "settings with several processes": sum(row["best of several"] is not None for row in done.values()),
         "best of these within 5 %": sum(
             row["best of several"] is not None and row["slower of several"] <= 0.05 for row in done.values()
@@ -202,8 +204,8 @@ def join(files: list[Path]) -> None:
         row = done[name]
         cells = [name]
         for layout in (row["chosen"], row["fastest"]):
-            cells += [layout, f"{min(row['measured'].get(layout, [math.nan])):.1f}"]
-        print(f"| {' | '.join(cells)} | {100 * row['slower']:.0f} % |")
+            cells += [str(layout), f"{min(row['measured'].get(layout, [math.nan])):.1f}"]
+        print(f"| {' | '.join(cells)} | {100 * slower[name]:.0f} % |")
     failed = {name: row for name, row in rows.items() if "error" in row}
     for name, row in failed.items():
         print(f"FAILED {name}: {row['error']}")
@@ -223,6 +225,8 @@ def main() -> None:
     if options.join:
         join(options.join)
         return
+    if options.out is None:
+        parser.error("--out FILE is needed, or --join FILE ...")
     # Ranks are forks of a process that has imported what takes long.
     multiprocessing.set_forkserver_preload(
         ["benchmarks.step_time", "benchmarks.foresight", "transformers.modeling_utils", "timm", "diffusers", "peft"]

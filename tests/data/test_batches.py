@@ -343,10 +343,28 @@ def rows_of() -> TensorDataset:
         rows_of(),
         Subset(rows_of(), [7, 3, 3, 28, 0, 12, 5]),
         Subset(Subset(rows_of(), list(range(20, 2, -1))), np.array([4, 1, 17, 9])),
+        Subset(rows_of(), torch.tensor([6, 2, 2, 11])),
+        Subset(rows_of(), torch.tensor([[6], [2], [11]])),
+        Subset(rows_of(), [[0, 1], [2, 3], [5, 5]]),
+        Subset(rows_of(), [-1, 4, -29]),
         Subset(Doubled(torch.arange(9.0)), [5, 2, 8]),
         Doubled(torch.arange(9.0)),
+        TensorDataset(torch.arange(120.0).view(5, 2, 3, 4).permute(0, 3, 1, 2), torch.arange(5)),
+        TensorDataset(torch.arange(120.0).view(5, 2, 3, 4).to(memory_format=torch.channels_last)),
     ],
-    ids=["tensors", "subset", "subset-of-subset", "subset-of-another", "another"],
+    ids=[
+        "tensors",
+        "subset",
+        "subset-of-subset",
+        "by-tensor",
+        "by-column",
+        "groups",
+        "from-the-end",
+        "subset-of-another",
+        "another",
+        "permuted",
+        "channels-last",
+    ],
 )
 def test_rows_of_tensors_are_what_collating_their_samples_gives(dataset: Any) -> None:
     batches = Batches(dataset, BatchPartition(3, 1, 0), seed=5, num_epochs=2)
@@ -362,3 +380,27 @@ def test_rows_of_tensors_are_what_collating_their_samples_gives(dataset: Any) ->
             assert found.dtype == other.dtype and torch.equal(found, other) and found.is_contiguous()
         seen += micro.num_samples
     assert seen == 2 * len(dataset)
+
+
+def test_a_mask_in_the_place_of_indices_is_not_taken_for_rows_0_and_1() -> None:
+    """Read sample by sample, it is an error or a batch of another shape, which the model refuses."""
+    whole = TensorDataset(torch.arange(8))
+    mask = np.arange(8) > 5
+    for indices in (mask, mask.tolist(), torch.from_numpy(mask)):
+        batches = Batches(Subset(whole, indices), BatchPartition(2, 1, 0), num_epochs=1, shuffle=False)
+        try:
+            (micro,) = next(iter(batches)).micro_batches
+        except (IndexError, RuntimeError):
+            continue
+        assert micro.data[0].shape != (2,)
+
+
+def test_rows_that_are_replaced_during_a_run_are_read() -> None:
+    whole = TensorDataset(torch.arange(6))
+    subset = Subset(whole, [0, 1, 2])
+    windows = iter(Batches(subset, BatchPartition(3, 1, 0), num_epochs=3, shuffle=False))
+    assert next(windows).micro_batches[0].data[0].tolist() == [0, 1, 2]
+    subset.indices = [5, 4, 3]
+    assert next(windows).micro_batches[0].data[0].tolist() == [5, 4, 3]
+    whole.tensors = (torch.arange(10, 16),)
+    assert next(windows).micro_batches[0].data[0].tolist() == [15, 14, 13]

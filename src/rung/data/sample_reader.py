@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
@@ -60,31 +60,32 @@ class _Collator:
             return self._collate(samples)
 
 
-@dataclass(frozen=True)
 class _Rows:
-    """The rows of tensors that a TensorDataset, or a subset of one, holds: a batch of them is read in one operation for
-    each tensor, which gives what default_collate makes of its samples."""
+    """Reads a batch of a TensorDataset, or of subsets of one, in one operation for each tensor. That gives what
+    default_collate makes of its samples."""
 
-    tensors: tuple[torch.Tensor, ...]
-    places: torch.Tensor | None = None  # of a subset's samples
+    def __init__(self, dataset: TensorDataset, subsets: list[Subset[Any]]) -> None:
+        self._dataset, self._subsets = dataset, subsets
 
     @classmethod
     def of(cls, dataset: Any) -> _Rows | None:
         """None if the data set is no such one, or a subclass, which may read otherwise."""
-        if type(dataset) is TensorDataset:
-            is_plain = all(type(t) is torch.Tensor and t.layout == torch.strided for t in dataset.tensors)
-            return cls(dataset.tensors) if is_plain else None
-        whole = cls.of(dataset.dataset) if type(dataset) is Subset else None
-        if whole is None:
-            return None
-        places = torch.tensor([int(index) for index in dataset.indices])
-        return cls(whole.tensors, places if whole.places is None else whole.places[places])
+        subsets = []
+        while type(dataset) is Subset:
+            subsets.append(dataset)
+            dataset = dataset.dataset
+        return cls(dataset, subsets) if type(dataset) is TensorDataset else None
 
-    def read(self, samples: list[int]) -> list[torch.Tensor]:
-        places = torch.tensor(samples)
-        if self.places is not None:
-            places = self.places[places]
-        return [tensor[places] for tensor in self.tensors]
+    def read(self, samples: list[int]) -> list[torch.Tensor] | None:
+        """None if a tensor or an index is of a kind that is read otherwise. Both may be replaced during a run."""
+        tensors, places = self._dataset.tensors, samples
+        for subset in self._subsets:
+            places = [subset.indices[place] for place in places]
+        is_plain = all(type(tensor) is torch.Tensor and tensor.layout == torch.strided for tensor in tensors)
+        if not is_plain or not all(type(place) is int or isinstance(place, np.integer) for place in places):
+            return None
+        index = torch.tensor(places)
+        return [tensor[index].contiguous() for tensor in tensors]
 
 
 class SampleReader:
@@ -103,8 +104,9 @@ class SampleReader:
 
     def __getitem__(self, piece: SampleRange) -> MicroBatch:
         samples = self._order.samples(piece.epoch, piece.start, piece.stop)
-        if self._rows is not None:
-            return MicroBatch(self._rows.read(samples), piece.real, piece.num_global)
+        rows = self._rows.read(samples) if self._rows is not None else None
+        if rows is not None:
+            return MicroBatch(rows, piece.real, piece.num_global)
         # A place of its own: no sample has a negative position.
         data = self._collate(self._read(piece, samples), self._seed, piece.epoch, -1 - piece.start)
         return MicroBatch(data, piece.real, piece.num_global, self._collate.draws)

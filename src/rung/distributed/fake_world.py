@@ -187,13 +187,14 @@ def known_indices(mode: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def known_table(mode: Any) -> Iterator[None]:
-    """Within the context DDP is built, whose C++ code notes the parameters that took part in a table and a copy of it,
-    and reads them."""
+    """While inside, where DDP is built, integers keep values: DDP's reducer, in C++, writes into a table which
+    parameters were used, copies it, and reads it back."""
+    before = mode.learns_indices, mode.indices.learns_empty
     mode.learns_indices = mode.indices.learns_empty = True
     try:
         yield
     finally:
-        mode.learns_indices = mode.indices.learns_empty = False
+        mode.learns_indices, mode.indices.learns_empty = before
 
 
 @contextlib.contextmanager

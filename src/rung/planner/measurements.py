@@ -209,7 +209,7 @@ def _next(rows: list[Estimate], failed: list[Estimate], slowdowns: Slowdowns) ->
         return None
 
     def expected(row: Estimate) -> float:
-        return row.time.seconds * (1.0 if row.is_measured else slowdowns.of(row.layout))
+        return row.time.seconds if row.is_measured else row.time.slowed(slowdowns.of(row.layout)).seconds
 
     best = min(expected(row) for row in rows)
     left = [row for row in rows if not row.is_measured and row not in failed]
