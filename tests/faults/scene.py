@@ -102,7 +102,8 @@ class Scene:
         run_dirs = {job.run_dir for job in self.jobs}
         found += [path for run in run_dirs for path in (*run.glob(".sites-*"), *run.glob("checkpoints/.step-*"))]
         # torch takes away the name of shared memory a moment after it is made; only its maker knows of it until then.
-        own = tuple(f"torch_{pid}_" for pid in self.killed)
+        # And it makes the folder of its compiler's cache when that is imported, which is there for the next job.
+        own = ("torchinductor_", *(f"torch_{pid}_" for pid in self.killed))
         left = [path for path in found if not path.name.startswith(own)]
         # The C library makes a semaphore under a random name, Python gives it another and removes that at once. A kill
         # can fall in between, and nobody else knows the names; it will not do so twice in a job.
