@@ -74,7 +74,8 @@ def _compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
         if present != everyone:
             return None
     elif facts["topology"].get("servers"):
-        servers = set(range(int(facts["topology"]["servers"])))  # only servers hold the state
+        # Each server holds a part of the state, and every trainer all of the rest, such as buffers.
+        servers = set(range(int(facts["topology"]["servers"])))
         if not servers <= present or present == servers:
             return None
     elif {_shard_of(facts["topology"]["axes"], rank) for rank in present} != {
@@ -189,7 +190,10 @@ class EmergencySaver:
 
     @torch.no_grad()
     def rescue(self) -> bool:
-        """Write this rank's state. Returns False if it is not consistent. No communication: other ranks may be gone."""
+        """Write this rank's state, if it is consistent. Returns whether the state of `position` is on disk afterwards.
+
+        No communication: other ranks may be gone.
+        """
         runtime, world = self._runtime, self._runtime.world
         if self.position.step == 0 or self._is_kept:
             return self._is_kept  # step 0 needs no save; a state that was resumed from is on disk

@@ -1,14 +1,14 @@
 """State that differs between ranks under `--compress` and `--local-steps`, in a form that any topology can restore.
 
     rank/<number>/compress/<parameter>/gradient     error feedback: the part of gradients not sent yet
-    rank/<number>/compress/<parameter>/update       the same, with momentum (topk under SGD)
-    rank/<number>/compress/<parameter>/velocity     that momentum
+    rank/<number>/compress/<parameter>/update       of updates, which topk sends in place of gradients under SGD
+    rank/<number>/compress/<parameter>/velocity     the momentum in those updates
     rank/<number>/local/<parameter>/weight          weights between two averagings
     rank/<number>/local/<parameter>/state/<key>     the rank's optimizer state
     outer/<parameter>/momentum, outer/<parameter>/anchor    of DiLoCo, the same on all ranks
 
 On the same topology each rank restores its own state, and the run continues bit by bit. On another, each rank gets the
-mean: updates are means over ranks, so the sum still to be sent is preserved.
+mean: a step applies the mean over ranks, so what is still to be sent keeps its weight.
 """
 
 from __future__ import annotations
@@ -57,22 +57,24 @@ def restore_rank_local(
     runtime: Runtime, manifest: Mapping[str, Any], read: Callable[[str], Tensor], *, is_same: bool
 ) -> None:
     """Restore rank-local state, after weights and optimizer. Adds notes for the user where the topology changes it."""
-    own_rank, state = runtime.world.rank if is_same else None, runtime.rank_state
-    for kind, take_over in (("compress", _drop_unsent), ("local", _average_local)):
+    own_rank = runtime.world.rank if is_same else None
+    state = runtime.rank_state
+    for kind, otherwise in (("compress", _drop_unsent), ("local", _average_local)):
         saved = SavedRankState(manifest, read, kind, own_rank)
         fits = bool(saved.names()) and state is not None and state.kind == kind and state.restore(saved)
         if saved.names() and not fits:
-            take_over(runtime, replace(saved, own_rank=None))
+            otherwise(runtime, replace(saved, own_rank=None))
 
 
 def _drop_unsent(runtime: Runtime, saved: SavedRankState) -> None:
     """Drop error feedback of another --compress. topk holds SGD's momentum: give SGD the mean over ranks."""
     names = set(saved.names())
     for name, parameter in optimizer_parameters(runtime):
-        buffer, velocity = runtime.optimizer.state.get(parameter, {}).get("momentum_buffer"), f"{name}/velocity"
+        buffer = runtime.optimizer.state.get(parameter, {}).get("momentum_buffer")
+        velocity = f"{name}/velocity"
         if buffer is not None and velocity in names:
             buffer.add_(shaped_like(saved.get(velocity), buffer, velocity))
-    if any("/" in name for name in names):
+    if any("/" in name for name in names):  # a parameter's tensor; other names are of numbers
         runtime.notes.append(
             f"gradients that {saved.num_ranks} ranks had not sent yet are dropped: they are of another --compress"
         )

@@ -12,9 +12,9 @@ def add(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine, or all machines of a job, before a long run",
-        description="Check versions, names, ports, memory, limits, disk, GPUs and, with real ranks, the rendezvous, "
-        "clocks, links and slow ranks, with a verdict and a fix for each. Starts processes on this machine, or takes "
-        "part in a job of torchrun, mpirun or srun. Exits with 1 if a check failed.",
+        description="Check versions, host names, ports, memory, limits, disk, GPUs and, with real ranks, the "
+        "rendezvous, clocks, links and slow ranks, with a verdict and a fix for each. Starts processes on this "
+        "machine, or takes part in a job of torchrun, mpirun or srun. Exits with 1 if a check failed.",
     )
     add_machines(doctor)
     doctor.add_argument("--backend", choices=BACKENDS, help="as for rung train")

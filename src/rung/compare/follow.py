@@ -41,7 +41,8 @@ class MessageTally:
 
 @dataclass(frozen=True)
 class RankMessages:
-    """One rank's messages in a step. `exposed_seconds` is None where the host waits: then the timed run measures it."""
+    """One rank's messages in a step. `exposed_seconds` is None unless the backend is NCCL: with others the host itself
+    waits, and the timed steps measure it."""
 
     messages: list[MessageTally]
     hidden_seconds: float
@@ -54,7 +55,7 @@ def follow_messages(
     """Count the messages of a step that computes the gradient norm, and measure the time hidden behind computation.
 
     It must not be the second step of a run, in which DDP rebuilds its buckets and sends a little for it. With NCCL the
-    device waits, not the host: a profile of a second step shows which kernels were messages.
+    device waits, not the host: a profile of one more step, on `windows[1]`, shows which kernels were messages.
     """
     if world.backend == "nccl":
         recorder = Recorder(world, status)

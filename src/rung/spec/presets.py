@@ -90,7 +90,8 @@ ABILITIES: dict[str, Ability] = {
 class Preset:
     """A name for a family of layouts.
 
-    axis: the axis that an unsized name fills. zero: the state that is sharded along it (see `Layout`).
+    axis: the axis that an unsized name fills, or "none" (single), "both" (hsdp), "devices" (dp's threads).
+    zero: the state that is sharded along it (see `Layout`).
     title: the field's name for it. rung: its complexity, by the concepts that a user needs to run it.
     kind: "mesh" for a point of the device mesh, else the name of a strategy with a runtime of its own.
     runtime: the module below `rung.runtime` that builds such a strategy (see `build_runtime`).
@@ -125,8 +126,8 @@ class Schedule:
 
 _SENDS_CALLS = {
     "plan": Refusal(
-        "{name} cannot be planned or explained: it sends calls between processes or threads, and a fake world has only "
-        "collectives.",
+        "{name} cannot be planned or explained: it sends calls between processes or threads, and a plan traces "
+        "collectives and a pipeline's messages only.",
         "Run it with `rung train`, or plan {stand_in}.",
     ),
     "trace": Refusal("{name} sends calls between processes or threads, which are not traced.", "Use {stand_in}."),

@@ -86,12 +86,12 @@ def _memory_figure(rows: Sequence[tuple[int, ReportRow]], is_peak: bool) -> str:
     rows = [(index, row) for index, row in rows if row.is_peak == is_peak]
     if not rows:
         return ""
-    most = max(1.0, *(memory.peak_bytes for _, row in rows for memory in row.memory))
+    most = max(1.0, *(memory.total_bytes for _, row in rows for memory in row.memory))
     present = {kind for _, row in rows for memory in row.memory for kind, count in memory.kinds.items() if count}
     order = [kind for kind in KINDS if kind in present] + sorted(present - set(KINDS))
     drawn = [_memory_strip(index, row, order, most) for index, row in rows]
     cells = [
-        (row.strategy, m.rank, human_bytes(m.peak_bytes), *(human_bytes(m.kinds.get(kind, 0)) for kind in order))
+        (row.strategy, m.rank, human_bytes(m.total_bytes), *(human_bytes(m.kinds.get(kind, 0)) for kind in order))
         for _, row in rows
         for m in row.memory
     ]
@@ -106,7 +106,7 @@ def _memory_figure(rows: Sequence[tuple[int, ReportRow]], is_peak: bool) -> str:
 
 
 def _memory_strip(index: int, row: ReportRow, order: Sequence[str], most: float) -> Strip:
-    full = max(memory.peak_bytes for memory in row.memory)
+    full = max(memory.total_bytes for memory in row.memory)
     marks = [mark for number, m in enumerate(row.memory) for mark in _memory_bar(number, m, order, full or 1.0)]
     label = f"{row.strategy}: " + "; ".join(_describe_memory(memory, order) for memory in row.memory)
     drawing = picture(marks, len(row.memory) * (_BAR + 3) + 1, label, style="gutter", size=full, of=most)
@@ -120,7 +120,7 @@ def _memory_bar(number: int, memory: RankMemory, order: Sequence[str], full: flo
     for kind in order:
         width = memory.kinds.get(kind, 0) / full
         if width > 0:
-            tip = f"rank {memory.rank}: {kind} {human_bytes(memory.kinds[kind])} of {human_bytes(memory.peak_bytes)}"
+            tip = f"rank {memory.rank}: {kind} {human_bytes(memory.kinds[kind])} of {human_bytes(memory.total_bytes)}"
             marks.append(rect(x, width, y, _BAR, kind_class(kind), tip=tip))
         x += width
     return marks
@@ -128,7 +128,7 @@ def _memory_bar(number: int, memory: RankMemory, order: Sequence[str], full: flo
 
 def _describe_memory(memory: RankMemory, order: Sequence[str]) -> str:
     kinds = ", ".join(f"{kind} {human_bytes(memory.kinds[kind])}" for kind in order if memory.kinds.get(kind))
-    return f"rank {memory.rank} {human_bytes(memory.peak_bytes)}, of these {kinds}"
+    return f"rank {memory.rank} {human_bytes(memory.total_bytes)}, of these {kinds}"
 
 
 def draw_messages(comparison: Comparison) -> str:
@@ -251,13 +251,13 @@ def _pair_strip(
     shown = f"predicted {quantity.show(predicted)}, measured {quantity.show(measured)}"
     tip = f"{row.strategy}: {shown}"
     full = max(measured, predicted)
-    at, expected = measured / (full or 1.0), predicted / (full or 1.0)
+    measured_x, predicted_x = measured / (full or 1.0), predicted / (full or 1.0)
     diamond = element("path", title(tip), class_="mark predicted", d="M0 -6.5L6.5 0L0 6.5L-6.5 0Z")
     marks = [
         line(0, 1, 9, 9, "rail"),
-        line(min(at, expected), max(at, expected), 9, 9, "gap"),
-        element("svg", diamond, class_="place", x=percent(expected), y=9),
-        element("circle", title(tip), class_="mark measured", cx=percent(at), cy=9, r=4.5),
+        line(min(measured_x, predicted_x), max(measured_x, predicted_x), 9, 9, "gap"),
+        element("svg", diamond, class_="place", x=percent(predicted_x), y=9),
+        element("circle", title(tip), class_="mark measured", cx=percent(measured_x), cy=9, r=4.5),
     ]
     is_off = measured and quantity.show(predicted) != quantity.show(measured)
     off = f" ({signed_share((predicted - measured) / measured)})" if is_off else ""

@@ -29,8 +29,8 @@ class Quantiles:
 @dataclass(frozen=True)
 class RankMemory:
     rank: int
-    kinds: dict[str, float]  # bytes; they add up to the peak
-    peak_bytes: float
+    kinds: dict[str, float]  # bytes; they add up to the total
+    total_bytes: float  # at the peak of a step, or between steps
     process_bytes: float | None
 
 
@@ -116,7 +116,7 @@ class ReportRow:
     @property
     def peak_bytes(self) -> float | None:
         """The peak of the fullest rank."""
-        found = [memory.peak_bytes for memory in self.memory] if self.is_peak else []
+        found = [memory.total_bytes for memory in self.memory] if self.is_peak else []
         return max(found, default=self.device_bytes)
 
 

@@ -62,7 +62,8 @@ def _strategies(comparison: Comparison) -> str:
     columns = known_columns(comparison)
     bests = [best_of(column, comparison) for column in columns]
     rows = [
-        [f"`{_code(row.strategy)}`", *map(_cell, columns, bests, [row] * len(columns))] for row in comparison.finished
+        [f"`{_code(row.strategy)}`", *(_cell(column, best, row) for column, best in zip(columns, bests, strict=True))]
+        for row in comparison.finished
     ]
     return _table(["strategy", *(column.title for column in columns)], rows) if rows else "No strategy finished."
 
@@ -77,9 +78,10 @@ def _cell(column: Column, best: float | None, row: ReportRow) -> str:
 def _predictions(rows: Sequence[ReportRow]) -> str:
     body = []
     for row in rows:
-        predicted, seconds = row.predicted, row.step_seconds.median if row.step_seconds else None
+        predicted = row.predicted
         if predicted is None:
             continue
+        seconds = row.step_seconds.median if row.step_seconds else None
         pairs = (
             (human_seconds, predicted.step_seconds, seconds),
             (human_bytes, predicted.peak_bytes, row.peak_bytes),

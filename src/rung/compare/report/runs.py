@@ -72,7 +72,7 @@ def _read_run(folder: Path) -> dict[str, Any]:
     file = folder / "metrics.jsonl"
     if not file.exists():
         raise ReportError(f"{folder} holds no metrics.jsonl: it is not a run of `rung train`, or it never started.")
-    lines = _committed(file)
+    lines = _events_and_steps(file)
     starts = [line for line in lines if line["event"] in _START_EVENTS]
     if not starts:
         raise ReportError(f"{file} has no start event: the run ended before its first step.")
@@ -96,7 +96,7 @@ def _unfinished(name: str, start: Mapping[str, Any], lines: Sequence[Mapping[str
     return [f"The run {name} has no end event: it is running, or it was stopped. Its last recorded step is {last}{of}."]
 
 
-def _committed(file: Path) -> list[dict[str, Any]]:
+def _events_and_steps(file: Path) -> list[dict[str, Any]]:
     """The events of a run, then its steps; of a long run a sample of them, see `_Steps`.
 
     A resumed run repeats steps: only the last repetition counts. A half-written last line is ignored.
@@ -121,12 +121,12 @@ def _read_lines(opened: BinaryIO, events: list[dict[str, Any]], steps: _Steps) -
             steps.add(text)
         if line is None or line["event"] not in ("start", "resume", "end", "slow"):
             continue
-        steps.end_attempt()
+        steps.keep_last()
         if line["event"] == "resume":
             steps.go_back(line["step"])
             events[:] = [o for o in events if o["event"] == "start" or _step_of(o) <= line["step"]]
         events.append(line)
-    steps.end_attempt()
+    steps.keep_last()
 
 
 class _Steps:
@@ -144,12 +144,12 @@ class _Steps:
         self._count += 1
         self._last = text
         if self._count % self._every == 0:
-            self.end_attempt()
+            self.keep_last()
             if len(self.kept) > _MOST_STEPS:
                 self.kept = self.kept[2::3]
                 self._every *= 3
 
-    def end_attempt(self) -> None:
+    def keep_last(self) -> None:
         line = _usable(self._last) if self._last else None
         if line is not None:
             self.kept.append(line)
@@ -204,8 +204,8 @@ _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
     "slow": {
         "rank": _is_count,
         "phase": lambda value: isinstance(value, str),
-        "seconds": lambda value: number(value) is not None if _is_figure(value) else False,
-        "others_seconds": lambda value: number(value) is not None if _is_figure(value) else False,
+        "seconds": lambda value: _is_figure(value) and number(value) is not None,
+        "others_seconds": lambda value: _is_figure(value) and number(value) is not None,
     },
     "end": {},
 }
@@ -315,8 +315,8 @@ def _merge(sources: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _plain_facts(value: Any) -> dict[str, Any]:
-    facts = value if isinstance(value, dict) else {}
+def _plain_facts(raw: Any) -> dict[str, Any]:
+    facts = raw if isinstance(raw, dict) else {}
     return {key: value for key, value in facts.items() if value is None or isinstance(value, str | int | float)}
 
 

@@ -63,7 +63,7 @@ def draw_micro_batches(comparison: Comparison) -> str:
     if not rows:
         return ""
     drawn = [_schedule(index, row, timeline) for index, row, timeline in rows]
-    caption = "The micro-batch that a rank works on, by number; bare ground is time without one."
+    caption = "The micro-batch that a rank works on, by number; gaps are time without one."
     entries = legend([("forward", "t-forward"), ("backward", "t-backward"), ("without a micro-batch", "idle")])
     return figure(
         "micro-batches", "Micro-batches", caption, entries + _scrolled("micro-batches", strips(drawn)), wide=True
@@ -111,13 +111,13 @@ def _lane(lane: Lane, y: float, seconds: float) -> list[str]:
     for span in sorted(lane.spans, key=lambda span: span.start):
         is_message = span.what == "communication"
         top, height = (y + _LANE + 1, _MESSAGES) if is_message else (y, _LANE)
-        tip = f"rank {lane.rank}: {span.what}{_of(span)}, {human_seconds(span.end - span.start)}"
-        marks.append(rect(*_between(span, seconds), top, height, phase_class(span.what), tip=tip))
+        marks.append(rect(*_between(span, seconds), top, height, phase_class(span.what), tip=_tip(lane, span)))
     return marks
 
 
-def _of(span: ReportSpan) -> str:
-    return "" if span.micro_batch is None else f" of micro-batch {span.micro_batch}"
+def _tip(lane: Lane, span: ReportSpan) -> str:
+    of = "" if span.micro_batch is None else f" of micro-batch {span.micro_batch}"
+    return f"rank {lane.rank}: {span.what}{of}, {human_seconds(span.end - span.start)}"
 
 
 def _between(span: ReportSpan, seconds: float) -> tuple[float, float]:
@@ -133,8 +133,7 @@ def _schedule(index: int, row: ReportRow, timeline: Timeline) -> Strip:
         marks.append(rect(0, 1, y, _BOX, "idle", mark=False))
         for span in _compute_spans(lane):
             x, width = _between(span, timeline.seconds)
-            tip = f"rank {lane.rank}: {span.what}{_of(span)}, {human_seconds(span.end - span.start)}"
-            marks.append(rect(x, width, y, _BOX, f"{phase_class(span.what)} box", tip=tip))
+            marks.append(rect(x, width, y, _BOX, f"{phase_class(span.what)} box", tip=_tip(lane, span)))
             if width >= _MIN_NUMBER_WIDTH:
                 marks.append(text_at(x + width / 2, y + 16, str(span.micro_batch), style="number", anchor="middle"))
     seconds = timeline.seconds or 1.0
