@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +310,19 @@ def test_what_is_no_run_is_said_kindly(tmp_path: Path, capsys: pytest.CaptureFix
         assert told in capsys.readouterr().err
     assert main(["checkpoints", str(tmp_path / "runs" / "mine")]) == 0
     assert "--checkpoint-every N writes them" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_launcher_finds_what_ranks_saved_on_their_own_without_torch(tmp_path: Path) -> None:
+    """It does so while a job stands still after a failure, and importing what ranks compute with takes seconds."""
+    folder = folder_of(tmp_path / "rescue", 3)
+    folder.mkdir(parents=True)
+    (folder / "rank-00000.json").write_text('{"rank": 0}')
+    code = (
+        "import sys; from pathlib import Path; from rung.checkpoint.survey import locate, find_newest\n"
+        "assert find_newest(locate(Path(sys.argv[1]))) is None\n"
+        "assert 'rung.checkpoint.notes' in sys.modules\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    (tmp_path / "checkpoints").mkdir()
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -24,9 +24,9 @@ from rich.console import Console
 
 from rung.checkpoint.files import TensorFile, partial_file
 from rung.checkpoint.manifest import find_damage, find_untiled, prune, put_in_place, read_checkpoint, write_whole
-from rung.checkpoint.parts import compose
+from rung.checkpoint.notes import compose, join
 from rung.checkpoint.places import make_memory_folder, memory_folder, refuse_escapes
-from rung.checkpoint.plan import join, read_whole
+from rung.checkpoint.plan import read_whole
 from rung.cli.main import main
 from rung.cli.watch_view import Watcher, draw
 from rung.compare.report import as_markdown, as_page

@@ -23,7 +23,7 @@ from rung.checkpoint.manifest import (
     steps_in,
     write_manifest,
 )
-from rung.checkpoint.parts import compose, read_notes
+from rung.checkpoint.notes import compose, read_notes
 from rung.checkpoint.plan import read_into, read_whole
 from rung.checkpoint.rank_local_state import restore_rank_local
 from rung.checkpoint.sites import StorageTopology, pass_on

@@ -1,12 +1,10 @@
 """States that each rank writes on its own: copies in memory after every step, and emergency saves on failure.
 
-No rank waits for another here, so no manifest can be written. Each rank writes a note beside its file; the next attempt
-to start composes the notes of a step into a manifest, if they are complete.
+No rank waits for another here, so no manifest can be written. Each rank writes a note beside its file: see `notes.py`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
@@ -17,83 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rung.checkpoint.manifest import are_sizes, folder_of, steps_in, write_whole
-from rung.checkpoint.plan import SharePlan, holes, join
+from rung.checkpoint.manifest import folder_of, steps_in
+from rung.checkpoint.notes import write_note
+from rung.checkpoint.plan import SharePlan
 from rung.checkpoint.rank_local_state import common_tensors, has_rank_local_state
-from rung.checkpoint.share import Position, Share, Stager, make_share, merge
+from rung.checkpoint.share import Position, Share, Stager, make_share
 from rung.checkpoint.sites import StorageTopology, host_group, mirror
 from rung.data.rng import GeneratorMarks
 from rung.distributed.torch_private import buffers_of, foreach_copy_, version
-from rung.errors import CheckpointError
 from rung.parallel.materialize import is_absent
 from rung.runtime.base import Runtime
-from rung.system.untrusted import read_json
 
 log = logging.getLogger("rung")
 
-_MAX_NOTE = 2**28  # bytes
-_MAX_RANKS = 2**20
 _SMALL = 2**16  # elements: smaller buffers may be running statistics, larger ones are constant tables
-
-
-def write_note(folder: Path, share: Share, content: Mapping[str, Any], *, needs_all: bool) -> str:
-    """Describe a rank's file, after it was written: a file without a note does not count."""
-    name = f"rank-{share.rank:05d}.json"
-    write_whole(folder / name, json.dumps({**content, "needs_all": needs_all}).encode())
-    return name
-
-
-def read_notes(folder: Path) -> list[dict[str, Any]]:
-    notes = []
-    for path in sorted(folder.glob("rank-*.json")):
-        try:
-            notes.append(read_json(path, _MAX_NOTE))
-        except (OSError, ValueError):
-            continue  # the other notes may be complete without it
-    return notes
-
-
-def compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Compose the manifest of a step from its ranks' notes; None if they are not complete."""
-    try:
-        return _compose(notes) if notes else None
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"the ranks' notes are invalid: {type(error).__name__}: {error}.") from error
-
-
-def _compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
-    by_rank = {int(note["rank"]): note for note in notes}
-    facts = next(iter(by_rank.values()))["facts"]
-    same = [note for note in by_rank.values() if note["facts"]["topology"] == facts["topology"]]
-    present = {int(note["rank"]) for note in same}
-    if not are_sizes([facts["ranks"]]) or facts["ranks"] > _MAX_RANKS:
-        raise ValueError(f"{facts['ranks']!r:.60} ranks")
-    everyone = set(range(facts["ranks"]))
-    # If ranks have state of their own, such as generators that were used, the notes of all ranks are needed.
-    if any(note["needs_all"] for note in same):
-        if present != everyone:
-            return None
-    elif facts["topology"].get("servers"):
-        # Each server holds a part of the state, and every trainer all of the rest, such as buffers.
-        servers = set(range(int(facts["topology"]["servers"])))
-        if not servers <= present or present == servers:
-            return None
-    elif {_shard_of(facts["topology"]["axes"], rank) for rank in present} != {
-        _shard_of(facts["topology"]["axes"], rank) for rank in everyone
-    }:
-        return None
-    tensors = join([note["tensors"] for note in same])
-    return None if holes(tensors) else merge(same, tensors)
-
-
-def _shard_of(axes: Mapping[str, int], rank: int) -> tuple[int, ...]:
-    """All mesh coordinates but that among replicas: ranks that share them hold the same state."""
-    found = []
-    for axis in reversed(list(axes)):
-        rank, place = divmod(rank, axes[axis])
-        if axis != "dp_replicate":
-            found.append(place)
-    return tuple(found)
 
 
 class Replicator:
@@ -125,7 +60,7 @@ class Replicator:
         try:
             folder = folder_of(self._folder, share.step)
             folder.mkdir(exist_ok=True)
-            note = write_note(folder, share, share.write(folder), needs_all=True)
+            note = write_note(folder, share.rank, share.write(folder), needs_all=True)
             mirror(self._sites, self._group, folder, [share.file, note])
             if self._sites.is_leader:
                 for step, path in steps_in(self._folder).items():
@@ -213,7 +148,7 @@ class EmergencySaver:
         # If no rank drew a random number since the start, generators need not be restored, and shards are enough.
         needs_all = has_rank_local_state(runtime) or not self._first.hold() or self._cuda_has_moved()
         try:
-            write_note(folder, share, share.write(folder), needs_all=needs_all)
+            write_note(folder, share.rank, share.write(folder), needs_all=needs_all)
         except OSError:
             (folder / share.file).unlink(missing_ok=True)  # a partial file is useless, and the disk may be full
             raise

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from rung.checkpoint.files import DTYPES, Entry, TensorFile, dtype_name
-from rung.checkpoint.manifest import Checkpoint, find_untiled
+from rung.checkpoint.manifest import Checkpoint
 from rung.distributed.world import World
 from rung.errors import CheckpointError
 
@@ -112,22 +112,6 @@ def _plan_from_json(found: list[Any]) -> SavePlan:
         data = TensorWriteData(chunk, TensorProperties(DTYPES[dtype]), torch.Size(size))
         items.append(WriteItem(index, WriteItemType[kind], tensor_data=data))
     return SavePlan(items)
-
-
-def join(descriptions: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The chunks of all ranks by tensor, without duplicates."""
-    tensors: dict[str, Any] = {}
-    for described in descriptions:
-        for name, tensor in described.items():
-            known = tensors.setdefault(name, {**tensor, "chunks": []})
-            places = {tuple(chunk["offsets"]) for chunk in known["chunks"]}
-            known["chunks"] += [chunk for chunk in tensor["chunks"] if tuple(chunk["offsets"]) not in places]
-    return tensors
-
-
-def holes(tensors: Mapping[str, Any]) -> list[str]:
-    """Tensors that the chunks do not tile."""
-    return [name for name, tensor in tensors.items() if find_untiled(tensor) is not None]
 
 
 def read_into(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rung.checkpoint.manifest import folder_of, partial_of, prune, put_in_place, remove, write_manifest
-from rung.checkpoint.plan import join
-from rung.checkpoint.share import Position, Share, Stager, merge
+from rung.checkpoint.notes import join, merge
+from rung.checkpoint.share import Position, Share, Stager
 from rung.checkpoint.sites import StorageTopology, gather_in, host_group, mirror
 from rung.errors import CheckpointError
 from rung.runtime.base import Runtime

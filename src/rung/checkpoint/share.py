@@ -144,21 +144,6 @@ def make_share(
     )
 
 
-def merge(parts: list[dict[str, Any]], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of the manifest, from the entries of all ranks."""
-    facts = [part["facts"] for part in sorted(parts, key=lambda part: int(part["rank"]))]
-    values = {name: value for one in facts for name, value in one["optimizer"]["values"].items()}
-    # Data ranks may differ in a module's extra state as in its buffers: the first one's is saved.
-    extra = {name: value for one in reversed(facts) for name, value in one.get("extra", {}).items()}
-    return {
-        **facts[0],
-        "optimizer": {**facts[0]["optimizer"], "values": values},
-        "extra": extra,
-        "files": {name: file for part in parts for name, file in part["files"].items()},
-        "tensors": tensors,
-    }
-
-
 def _header(position: Position, world: World) -> dict[str, Any]:
     return {
         "step": position.step,

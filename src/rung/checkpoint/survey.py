@@ -1,7 +1,4 @@
-"""List the checkpoints of a run and check which of them are whole. Read-only.
-
-torch is imported only for states that each rank wrote separately (emergency saves, copies in memory).
-"""
+"""List the checkpoints of a run and check which of them are whole. Read-only, and without torch."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rung.checkpoint.manifest import MANIFEST, Checkpoint, check_content, find_damage, read_checkpoint, steps_in
+from rung.checkpoint.notes import compose, read_notes
 from rung.checkpoint.places import checkpoints_folder, state_folders
 from rung.errors import CheckpointError
 from rung.spec.best_metric import Best, figure_of, read_best
@@ -173,8 +171,6 @@ def _without_tensors(found: CheckpointStatus) -> CheckpointStatus:
 
 def _compose(path: Path) -> Checkpoint | None:
     """A state without a manifest, from the parts that each rank wrote separately; None if they are not complete."""
-    from rung.checkpoint.parts import compose, read_notes  # loads torch, which `rung checkpoints` rarely needs
-
     try:
         content = compose(read_notes(path))
         if content is None:
