@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.foresight import BY_HAND, LEFT_OUT, OPTIMIZERS
+from benchmarks.foresight import MODELS, OPTIMIZERS, Job
 from benchmarks.step_time import kendall
-from benchmarks.zoo import ZOO, Scale
+from benchmarks.zoo import Scale
 from rung.distributed.world import open_world
 from rung.errors import RungError
 from rung.hardware.cluster import parse_cluster
@@ -34,9 +34,7 @@ from rung.launch.spawn import on_ranks
 from rung.planner.candidates import micro_batches_for
 from rung.planner.plan import make_plan
 from rung.runtime import build_runtime
-from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout, parse
-from rung.spec.task import Task
 from rung.train.worker import make_batches
 
 SEED = 24
@@ -49,41 +47,18 @@ _SECONDS = 60.0  # without a sign of life from a rank
 
 @dataclass(frozen=True)
 class Setting:
-    number: int
-    model: str
-    scale: Scale
-    optimizer: str
+    job: Job
     num_ranks: int
 
     @property
     def name(self) -> str:
-        scale = self.scale
-        sizes = f"batch {scale.samples}, width {scale.width}, {scale.layers} layers, length {scale.length}"
-        return f"{self.number}: {self.model}, {sizes}, {scale.photo} pixels, {self.optimizer}, {self.num_ranks} ranks"
-
-    def task(self) -> Task:
-        make = BY_HAND[self.model] if self.model in BY_HAND else ZOO[self.model][1]
-        choose = OPTIMIZERS[self.optimizer]
-        return replace(
-            make(self.scale),
-            optimizer=lambda model: choose([p for p in model.parameters() if p.requires_grad]),
-            name=self.model,
-        )
-
-    @property
-    def config(self) -> RunConfig:
-        return RunConfig(
-            batch_size=self.scale.samples,
-            steps=1,
-            fused="not fused" not in self.optimizer,
-            unused_parameters="allow",
-            eval_every="never",
-        )
+        job, scale = self.job, self.job.scale
+        return f"{job.number}: {job.model}, {scale.named_sizes}, {job.optimizer}, {self.num_ranks} ranks"
 
 
 def settings(seed: int) -> list[Setting]:
     draw = random.Random(seed)
-    models = [name for name in (*ZOO, *BY_HAND) if name not in LEFT_OUT]
+    models = list(MODELS)
     draw.shuffle(models)
     found = []
     for number in range(NUM_SETTINGS):
@@ -102,18 +77,19 @@ def settings(seed: int) -> list[Setting]:
             photo=64,
         )
         optimizer, ranks = draw.choice(list(OPTIMIZERS)), draw.choice((2, 4))
-        found.append(Setting(number, models[number % len(models)], scale, optimizer, ranks))
+        job = Job(number, models[number % len(models)], scale, "fp32", "none", optimizer, is_held_out=seed == SEED)
+        found.append(Setting(job, ranks))
     return found
 
 
 def try_setting(setting: Setting) -> dict[str, Any]:
     """What the plan says, and the milliseconds of a step under every layout that trains."""
     started = time.perf_counter()
-    plan = make_plan(setting.task(), setting.config, parse_cluster(f"{setting.num_ranks}xhere"), advises=False)
+    plan = make_plan(setting.job.task(), setting.job.config, parse_cluster(f"{setting.num_ranks}xhere"), advises=False)
     took = time.perf_counter() - started
     layouts = {row.layout.name: (row.layout, row.micro_batch) for row in plan.rows}
     for one in plan.rejected:
-        share = setting.scale.samples // one.layout.num_data_ranks
+        share = setting.job.scale.samples // one.layout.num_data_ranks
         layouts[one.layout.name] = one.layout, micro_batches_for(one.layout, max(1, share))[0]
     times: dict[str, list[float]] = {}
     refused: dict[str, str] = {}
@@ -144,9 +120,9 @@ def _train(setting: Setting, layout: Layout, micro_batch: int) -> float:
 
 def train_rank(setting: Setting, strategy: str, micro_batch: int) -> float:
     layout = parse(strategy, setting.num_ranks if strategy != "single" else 1)
-    config = replace(setting.config, micro_batch=micro_batch, steps=_WARM_UP + _STEPS)
+    config = replace(setting.job.config, micro_batch=micro_batch, steps=_WARM_UP + _STEPS)
     with open_world(layout, device="cpu", timeout_seconds=int(_SECONDS)) as world:
-        task = setting.task()
+        task = setting.job.task()
         runtime = build_runtime(task, world, config, total_steps=config.steps)
         (window,) = runtime.place(make_batches(task, replace(config, steps=1), world))
         times = []

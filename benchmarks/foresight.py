@@ -266,7 +266,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 # Samples, and tokens in each: steps long enough that the device and not the host bounds most of them.
 _SIZES = ((16, 512), (16, 1024), (32, 256), (32, 512), (64, 256))
 # Their kernels or their checks are not made for these sizes, or take minutes.
-LEFT_OUT = ("Mamba", "RWKV", "retinanet_resnet50_fpn")
+_LEFT_OUT = ("Mamba", "RWKV", "retinanet_resnet50_fpn")
+MODELS = [name for name in (*ZOO, *BY_HAND) if name not in _LEFT_OUT]
 
 
 @dataclass(frozen=True)
@@ -281,10 +282,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        scale = self.scale
-        sizes = f"batch {scale.samples}, width {scale.width}, {scale.layers} layers, length {scale.length}"
-        if scale.image != Scale().image:
-            sizes += f", {scale.photo} pixels"
+        sizes = self.scale.named_sizes
         return f"{self.number}: {self.model}, {sizes}, {self.precision}, {self.checkpointing}, {self.optimizer}"
 
     def task(self) -> Task:
@@ -311,7 +309,7 @@ class Job:
 
 def jobs() -> list[Job]:
     draw = random.Random(SEED)
-    models = [name for name in (*ZOO, *BY_HAND) if name not in LEFT_OUT]
+    models = list(MODELS)
     draw.shuffle(models)
     chosen = [models[number % len(models)] for number in range(NUM_JOBS)]
     held_out = set(draw.sample(range(NUM_JOBS), NUM_JOBS // 2))

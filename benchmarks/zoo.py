@@ -72,6 +72,12 @@ class Scale:
         }  # fmt: skip
 
     @property
+    def named_sizes(self) -> str:
+        """In words, for the name of a job."""
+        sizes = f"batch {self.samples}, width {self.width}, {self.layers} layers, length {self.length}"
+        return sizes if self.image == Scale().image else f"{sizes}, {self.photo} pixels"
+
+    @property
     def inner(self) -> int:
         return 2 * self.width
 
