@@ -38,6 +38,7 @@ from rung.system.launcher_env import (
     environment_size,
     external_attempt,
 )
+from rung.system.processes import wait_for_idle_threads
 
 if TYPE_CHECKING:  # most jobs use no RPC, and the import is slow
     from rung.distributed.rpc import Calls
@@ -169,6 +170,9 @@ class World:
             # Under ps-async trainers may be gone already; the others have agreed to end.
             self._calls.abandon() if self.layout.optional_ranks else self._calls.close()
         if dist.is_initialized():
+            # A worker of gloo lets go of a collective's tensors after the call has returned, for which it needs
+            # Python's lock. If the interpreter ends first, the worker aborts the process.
+            wait_for_idle_threads("pt_gloo_runloop")
             dist.destroy_process_group()
         fake_world.forget_meshes()
 

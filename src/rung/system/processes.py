@@ -11,7 +11,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rung.errors import EnvironmentProblem
@@ -50,6 +52,27 @@ def name_process(name: str) -> None:
     """Set the name that `ps` and `top` show: at most 15 characters. Call from the main thread."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def wait_for_idle_threads(name: str, *, timeout: float = 1.0) -> None:
+    """Wait until no thread of this process with that name is running or about to run.
+
+    The caller sleeps between looks, so that a thread that waits for Python's lock gets it.
+    """
+    deadline = time.monotonic() + timeout
+    num_idle_looks = 0
+    while num_idle_looks < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+        num_idle_looks = 0 if _has_running_thread(name) else num_idle_looks + 1
+
+
+def _has_running_thread(name: str) -> bool:
+    for task in Path("/proc/self/task").glob("*"):  # there is none outside of Linux
+        with contextlib.suppress(OSError):  # the thread has ended
+            before, _, after = (task / "stat").read_text().rpartition(")")
+            if before.partition("(")[2] == name and after.split()[0] != "S":
+                return True
+    return False
 
 
 def name_semaphores() -> None:
