@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import time
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -76,6 +78,13 @@ def pick_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def leave_group() -> None:
+    # Gloo's threads let go of a collective's tensors a moment after the call has returned. One that still holds some
+    # when Python ends aborts the process.
+    time.sleep(0.1)
+    dist.destroy_process_group()
 
 
 def flags() -> argparse.Namespace:

@@ -7,7 +7,7 @@ On four processes of one machine:
 
 import torch
 import torch.distributed as dist
-from babycnn import CLIP, BabyCNN, batches, digits, flags, make_optimizer, pick_device, piece
+from babycnn import CLIP, BabyCNN, batches, digits, flags, leave_group, make_optimizer, pick_device, piece
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -52,7 +52,7 @@ def main() -> None:
         print(f"accuracy {correct.item() / len(images):.3f} on {len(images)} held-out digits")
         if options.out:
             torch.save(model.module.state_dict(), options.out)  # without ".module", every name would begin with it
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

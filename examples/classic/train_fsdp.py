@@ -7,7 +7,7 @@ On four processes of one machine:
 
 import torch
 import torch.distributed as dist
-from babycnn import CLIP, BabyCNN, batches, digits, flags, make_optimizer, pick_device, piece
+from babycnn import CLIP, BabyCNN, batches, digits, flags, leave_group, make_optimizer, pick_device, piece
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -59,7 +59,7 @@ def main() -> None:
         print(f"accuracy {correct.item() / len(images):.3f} on {len(images)} held-out digits")
         if options.out:
             torch.save(state, options.out)
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

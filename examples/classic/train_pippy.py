@@ -7,7 +7,18 @@ PiPPy is torch.distributed.pipelining today; this is its front end that cuts a m
 
 import torch
 import torch.distributed as dist
-from babycnn import BATCH_SIZE, CLIP, BabyCNN, batches, digits, evaluate_and_save, flags, make_optimizer, pick_device
+from babycnn import (
+    BATCH_SIZE,
+    CLIP,
+    BabyCNN,
+    batches,
+    digits,
+    evaluate_and_save,
+    flags,
+    leave_group,
+    make_optimizer,
+    pick_device,
+)
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
@@ -59,7 +70,7 @@ def main() -> None:
         # The stages kept the names of the model. A traced stage stays in training mode, so the model itself evaluates.
         whole.load_state_dict({name: tensor for part in parts for name, tensor in part.items()})
         evaluate_and_save(whole, options)
-    dist.destroy_process_group()
+    leave_group()
 
 
 def clip(parameters: list[torch.nn.Parameter]) -> None:
