@@ -267,6 +267,14 @@ def test_losses_that_are_no_numbers_are_told_with_the_recommendation() -> None:
     assert "not all numbers" in make_verdict(rows, choose_variants(["single", "ddp"], 2, CONFIG))["recommendation"]
 
 
+def test_a_busy_machine_is_told_with_the_recommendation() -> None:
+    rows, variants = rows_of(single=0.2, ddp=0.1), choose_variants(["single", "ddp"], 2, CONFIG)
+    rows[0]["other_cores"], rows[1]["other_cores"] = 0.0, None
+    assert "busy" not in make_verdict(rows, variants)["recommendation"]
+    rows[0]["other_cores"] = 1.2
+    assert make_verdict(rows, variants)["recommendation"].endswith("compare again when it is idle.")
+
+
 def test_losses_that_are_off_are_told_with_what_may_be_behind_it() -> None:
     rows = rows_of(single=0.2, ddp=0.1)
     rows[1]["largest_difference"]["loss"] = 0.12

@@ -68,6 +68,11 @@ def measure_strategies(
         for one in measured
         if one.failed is None and one.not_profiled is not None
     ]
+    notes += [
+        f"{row['strategy']}: other programs kept {row['other_cores']:.1f} of {os.cpu_count()} cores busy while it ran"
+        for row in rows
+        if row.get("other_cores")
+    ]
     for note in notes:
         stderr.print(note, style="yellow", soft_wrap=True, markup=False)
     document = {

@@ -19,6 +19,7 @@ from rung.compare.rows import failed_row, loss_difference, make_row, without_inf
 from rung.compare.variants import REFERENCE, Variant
 from rung.launch.spawn import RankFailedError, on_ranks
 from rung.spec.abilities import has_common_steps
+from rung.system.load import other_cores, processor_time
 from rung.train.job import RankJob
 
 _WEIGHTS = "model.safetensors"
@@ -37,6 +38,7 @@ class MeasuredRun:
     runs: list[list[RankMeasurement]] = field(default_factory=list)
     started: list[float] = field(default_factory=list)  # perf_counter before the processes of each run
     folders: list[Path] = field(default_factory=list)
+    other_cores: list[float | None] = field(default_factory=list)  # that other programs kept busy during each run
     profiles: list[RankProfile] = field(default_factory=list)
     failed: str | None = None
     not_profiled: str | None = None  # why there is no memory by kind and no count of messages
@@ -72,7 +74,7 @@ class Bench:
         what = f"{variant.text}, run {repeat} of {self.repeats}"
         on_progress(what, 0)
         job = self._job(variant, folder)
-        started = time.perf_counter()
+        started, before = time.perf_counter(), processor_time()
         timeout = float(variant.config.timeout)
         keep_weights = repeat == 1  # `rows` compares those of the first repeat with one process
         try:
@@ -86,6 +88,7 @@ class Bench:
         one.runs.append(ranks)
         one.started.append(started)
         one.folders.append(folder)
+        one.other_cores.append(other_cores(before, processor_time()))
 
     def _profile(self, one: MeasuredRun, on_progress: OnProgress) -> None:
         variant = one.variant
@@ -135,7 +138,9 @@ class Bench:
     def _row(self, one: MeasuredRun) -> dict[str, Any]:
         if one.failed is not None:
             return failed_row(one.variant, one.failed)
-        return make_row(one.variant, one.runs, one.started, one.profiles, warmup=self.warmup, on_gpu=self.on_gpu)
+        row = make_row(one.variant, one.runs, one.started, one.profiles, warmup=self.warmup, on_gpu=self.on_gpu)
+        known = [cores for cores in one.other_cores if cores is not None]
+        return {**row, "other_cores": max(known, default=None)}
 
 
 def keep_rows(measured: list[MeasuredRun], document: dict[str, Any], folder: Path) -> None:

@@ -104,6 +104,8 @@ def _recommendation(
     if fullest(leanest) < 0.8 * fullest(chosen):
         share = 100 * (1 - fullest(leanest) / fullest(chosen))
         text += f" If memory is short, {_name(leanest)} needs {share:.0f} % less of it."
+    if any(row.get("other_cores") for row in done):
+        text += " But other programs kept the machine busy meanwhile: compare again when it is idle."
     difference = chosen["largest_difference"]["loss"]
     if any(loss is None for _, loss in chosen.get("losses", ())):
         text += " Its losses are not all numbers."
