@@ -348,21 +348,20 @@ with rung.open_session(task, strategy=STRATEGY, precision="fp64", device="cpu", 
 """
 
 
-def test_a_loop_of_one_s_own_under_torchrun(tmp_path: Path) -> None:
-    outcomes = []
-    for strategy, launcher in (
-        ("single", [sys.executable]),
-        ("zero3", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
-    ):
-        script = tmp_path / f"{strategy}.py"
-        script.write_text(SESSION.replace("STRATEGY", repr(strategy)))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*launcher, str(script)], capture_output=True, text=True, timeout=120, env=environment, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        line = next(line for line in done.stdout.splitlines() if line.startswith("LOSS"))
-        outcomes.append([float(word) for word in line.split()[1:]])
+def test_a_loop_of_one_s_own_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(SESSION.replace("STRATEGY", "'single'"), {})
+    alone = capsys.readouterr().out
+    script = tmp_path / "zero3.py"
+    script.write_text(SESSION.replace("STRATEGY", "'zero3'"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes = [
+        [float(word) for word in line.split()[1:]]
+        for line in (alone + done.stdout).splitlines()
+        if line.startswith("LOSS")
+    ]
     assert outcomes[0] == pytest.approx(outcomes[1], abs=1e-12)
     assert outcomes[0][1:3] == [4, 7]
 

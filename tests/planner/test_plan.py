@@ -291,7 +291,7 @@ def test_layouts_that_cannot_win_are_not_looked_at() -> None:
 
 def test_no_step_takes_less_than_is_said() -> None:
     """What leaves layouts out unseen is held against those that were seen."""
-    task = text_task(model=lambda: TinyGPT(layers=4))
+    task = text_task(model=lambda: TinyGPT(layers=2))
     cluster = parse_cluster("8xH100")
     estimator = Estimator(task, RunConfig(batch_size=8, precision="bf16"), cluster, 0)
     for name in ("ddp", "fsdp4,tp2"):
@@ -327,7 +327,8 @@ def test_layouts_use_all_devices_and_cut_tensors_inside_a_machine() -> None:
 
 def small_plan(cluster: str, model: Any, batch_size: int = 4, **changes: Any) -> Any:
     task = text_task(model=model)
-    return make_plan(task, RunConfig(batch_size=batch_size, device="cpu", **changes), parse_cluster(cluster))
+    config = RunConfig(batch_size=batch_size, device="cpu", **changes)
+    return make_plan(task, config, parse_cluster(cluster), advises=False)
 
 
 def test_a_small_model_is_told_one_device() -> None:
@@ -469,9 +470,9 @@ def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -
     path, assignments = EXAMPLES / "gpt", dict(word.split("=") for word in SMALL if "=" in word)
     config, cluster = RunConfig(batch_size=2, device="cpu"), parse_cluster("2xH100, ethernet")
     task = load_task(path).bind(assignments)
-    alone = make_plan(task, config, cluster)
+    alone = make_plan(task, config, cluster, advises=False)
     monkeypatch.setattr(plan_module, "FEW", 1)
-    together = make_plan(task, config, cluster, source=TaskSource(path, assignments))
+    together = make_plan(task, config, cluster, advises=False, source=TaskSource(path, assignments))
     assert [row.layout.name for row in together.rows] == [row.layout.name for row in alone.rows]
     assert [row.time.seconds for row in together.rows] == pytest.approx([row.time.seconds for row in alone.rows])
     assert together.words == alone.words
