@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 _PRELOADED = [
     "torch.distributed.fsdp",
+    "torch.distributed.optim",  # strategies over RPC need it; it compiles scripts for half a second
     "torch.distributed.tensor",
     "rung.train.session",
     "rung.train.worker",
