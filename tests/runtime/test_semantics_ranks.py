@@ -51,6 +51,14 @@ def config(**changes: Any) -> RunConfig:
         ("zero3", "images", {"workers": 1}),
         ("ddp", "text", {"fused": False}),
         ("ddp", "text", {"shuffle": False}),
+        ("ddp", "text", {"chunked_loss": "5", "clip": 0.1}),
+        ("zero3", "gpt", {"chunked_loss": "5", "micro_batch": 2}),
+        ("pp2", "gpt", {"chunked_loss": "5", "micro_batch": 5}),
+        slow("zero1", "text", {"chunked_loss": "1"}),
+        slow("zero2", "gpt", {"chunked_loss": "7", "activation_checkpointing": "full"}),
+        slow("zero3", "text", {"chunked_loss": "5", "offload": "cpu"}),
+        slow("hsdp", "text", {"chunked_loss": "5"}),
+        slow("pp2:zb", "text", {"chunked_loss": "5", "micro_batch": 5}),
     ],
 )
 def test_options_do_not_change_the_numbers(strategy: str, model: str, changes: dict[str, Any]) -> None:
@@ -461,11 +469,14 @@ def masked_task() -> Task:
     return image_task(loss=masked_mean, loss_weight=lambda target: (target > 2).sum())
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "zero3"])
-def test_a_piece_without_a_counted_unit_leaves_no_nan(strategy: str) -> None:
-    chosen = config(batch_size=8, steps=6, micro_batch=1)
+@pytest.mark.parametrize(
+    ("strategy", "micro_batch", "chunked_loss"),
+    [("single", 1, "never"), ("ddp", 1, "never"), ("zero3", 1, "never"), ("ddp", 2, "1")],
+)
+def test_a_piece_without_a_counted_unit_leaves_no_nan(strategy: str, micro_batch: int, chunked_loss: str) -> None:
+    chosen = config(batch_size=8, steps=6, micro_batch=micro_batch, chunked_loss=chunked_loss)
     size = 1 if strategy == "single" else 2
-    expected = by_hand(masked_task(), chosen, size)
+    expected = by_hand(masked_task(), chosen, size * micro_batch)
     found = on_ranks(with_rung, size, masked_task, strategy, chosen)
     assert np.allclose(found[0].losses, expected.losses, atol=1e-9)
     assert all(np.isfinite(value).all() for value in found[0].state.values())

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -162,6 +163,17 @@ def saved_tensor_hooks() -> Any:
 def schema(operation: Any) -> Any:
     """The name of an operation and which arguments it writes to. `torch.library` declares schemas but reads none."""
     return operation._schema
+
+
+def make_wrapper(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass without storage. The documentation of subclasses uses this; there is no public name."""
+    return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """A context in which `__torch_function__` of subclasses is not asked. The default implementation, which is public,
+    also turns every result into the subclass."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def process_group(name: str) -> dist.ProcessGroup:

@@ -1,6 +1,7 @@
 """Parallelize a module for the layout of a world. This module alone defines the order of transformations:
 
-pipeline stages -> batch norm -> activation checkpointing -> compile -> for each unit: storage, tensor parallel, FSDP.
+pipeline stages -> batch norm -> activation checkpointing -> compile -> loss in chunks -> for each unit: storage, tensor
+parallel, FSDP.
 Units get their storage one at a time from `Weights.fill`, because the whole model may not fit on a device. The runtime
 applies DDP, which wraps the finished module.
 """
@@ -25,6 +26,7 @@ from rung.parallel.dropout import NoDropout, turn_off_dropout, without_dropout
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.host_weights import HostWeights
 from rung.parallel.materialize import Weights, is_absent
+from rung.parallel.output_head import chunk_heads, heads_to_chunk, settle_heads
 from rung.parallel.pipeline.partition import Stages, crossing, cut, lies_in, parts_of
 from rung.parallel.pipeline.stage_forward import StageExecutor, StagePart, places_of
 from rung.parallel.sharding import Sharding, choose_units, gathered_type, without_shared
@@ -99,6 +101,7 @@ def parallelize(
     if not config.dropout:
         turn_off_dropout(model)
 
+    heads = heads_to_chunk(weights, world, config, task, run, example)
     parallel = ParallelModel(model, notes, roots=[model])
     if blocks_on_host:
         parallel.host_weights = HostWeights(world.device)
@@ -134,7 +137,9 @@ def parallelize(
         for block in _whole_blocks(parallel, blocks):
             reuse.wrap(block)
 
+    chunk_heads(model, heads, config)
     _make_units(parallel, weights, world, config, blocks)
+    parallel.notes += settle_heads(model, heads, config)
     return parallel
 
 

@@ -20,6 +20,7 @@ from rung.distributed.world import World
 from rung.parallel import parallelize
 from rung.parallel.blocks import BlockReuse
 from rung.parallel.materialize import Weights
+from rung.parallel.output_head import large_heads
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts, Runtime
 from rung.runtime.compressed import compressed_parts, half_gradient_parts
@@ -66,7 +67,7 @@ def build_runtime(
     assert weights.model is not None
     facts = ModelFacts.of(weights.model)  # before the model is cut
     example = None
-    if layout.is_composed:
+    if layout.is_composed or large_heads(weights.model, layout, config, task):
         example = example_batch(dataset if dataset is not None else task.train_data(), task.collate)
         example = map_tensors(example, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t)
         example = map_tensors(example, lambda t: laid_out(config, t))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rung.data.pytree import map_tensors
 from rung.errors import TaskError
+from rung.parallel.chunked_loss import HeadGradient
 from rung.parallel.dropout import NoDropout
 from rung.parallel.tensor.apply import loss_context, whole_output
 from rung.parallel.tensor.plan import TensorPlan
@@ -82,10 +83,13 @@ def compute_output(task: Task, model: nn.Module, given: Any) -> Any:
 
 def _zero_gradient_unless(counted: Tensor, output: Tensor) -> None:
     if output.requires_grad:
-        # `where`, not a product: 0 * nan is nan.
-        output.register_hook(  # type: ignore[no-untyped-call]
-            lambda grad: torch.where(counted, grad, torch.zeros_like(grad))
-        )
+        output.register_hook(lambda grad: _where(counted, grad))  # type: ignore[no-untyped-call]
+
+
+def _where(counted: Tensor, gradient: Tensor) -> Tensor:
+    if isinstance(gradient, HeadGradient):
+        return gradient.where(counted)
+    return torch.where(counted, gradient, torch.zeros_like(gradient))  # not a product: 0 * nan is nan
 
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -157,6 +157,9 @@ class RunConfig:
     unused_parameters: str = _setting(
         "error", "parameters without a gradient: an error, or skipped as torch does", str, ("error", "allow")
     )
+    chunked_loss: str = _setting(
+        "auto", "cross entropy without keeping logits: auto (large output layers), never, or rows in a chunk", str
+    )
     dropout: bool = _setting(True, "false turns every dropout off", bool)
     fused: bool = _setting(True, "use torch's fused optimizer when the task leaves the choice open", bool)
     memory_format: str = _setting(
@@ -192,6 +195,7 @@ _AT_LEAST_ONE = (
     "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep", "keep_every",
     "grace_seconds", "servers", "local_steps",
 )  # fmt: skip
+_WORDS_OR_COUNT = {"eval_every": (("epoch", "never"), "steps"), "chunked_loss": (("auto", "never"), "rows")}
 # Upper limits as powers of 2. Other counts are below 2**48, as in checkpoints.
 _BITS = {"seed": 63, "timeout": 31, "grace_seconds": 31, "workers": 16, "servers": 20, "max_restarts": 31}
 SETTINGS = {f.name: f for f in fields(RunConfig)}
@@ -288,8 +292,10 @@ def check(key: str, value: Any) -> Any:
         _PARSED[key](value)
     if (key == "outer_lr" and not value > 0) or (key == "outer_momentum" and not 0 <= value < 1):
         raise ConfigError(f"{key} must be {'above 0' if key == 'outer_lr' else 'at least 0 and below 1'}, not {value}.")
-    if key == "eval_every" and value not in ("epoch", "never") and not (_COUNT.fullmatch(value) and int(value) > 0):
-        raise ConfigError(f"eval_every is 'epoch', 'never' or a number of steps, not {value!r}.")
+    if key in _WORDS_OR_COUNT:
+        words, what = _WORDS_OR_COUNT[key]
+        if value not in words and not (_COUNT.fullmatch(value) and int(value) > 0):
+            raise ConfigError(f"{key} is {words[0]!r}, {words[1]!r} or a number of {what}, not {value!r}.")
     return value
 
 

@@ -44,6 +44,7 @@ class Ability:
 
 _NO_PIPELINE = Refusal("{asked} is for a pipeline, and {name} has none.", "Use pp, or leave it out.")
 _OR_LEAVE_OUT = "Use --strategy {givers}, or leave it out."
+_OR_NEVER = "Leave it out: chunked_loss=auto does without where it must."
 _ONLY_DDP = Refusal("{asked} changes how ddp synchronizes gradients; {name} does so in another way.", _OR_LEAVE_OUT)
 
 ABILITIES: dict[str, Ability] = {
@@ -73,6 +74,7 @@ ABILITIES: dict[str, Ability] = {
     "accumulate": Ability("`--micro-batch`", ("micro_batch",)),
     "clip": Ability("`--clip`", ("clip",)),
     "batch_norm_sync": Ability("`batch_norm=sync`"),
+    "chunked_loss": Ability("`chunked_loss`: cross entropy without keeping logits"),
     "remote_modules": Ability(
         "a task's `remote` modules", lacking=Refusal("{name} keeps no modules on servers.", _OR_LEAVE_OUT)),
     "iterable_data": Ability("an iterable data set"),
@@ -145,6 +147,7 @@ _OVER_RPC = {
 }
 _ONE_PROCESS = Refusal("{asked}: one process sends no gradients.", "Use --nproc 2 or more, with ddp, or leave it out.")
 _CUTS_MODEL = {"compress": _ONLY_DDP, "local_steps": _ONLY_DDP}
+_KEEPS_LOGITS = Refusal("{asked}: under {name} the logits are an output that is handed on before the loss.", _OR_NEVER)
 _EVERYWHERE = ("alone", "composed")
 _SHARDED = ("offload",)
 
@@ -179,11 +182,16 @@ PRESETS: dict[str, Preset] = {
     ),
     "tp": Preset(
         "tp", 0, "tensor parallel: the matrices of each layer sharded over the ranks",
-        rung=5, gives=("sequence_parallel",), refuses=_CUTS_MODEL,
+        rung=5, gives=("sequence_parallel",),
+        refuses={
+            "chunked_loss": Refusal("{asked}: {name} cuts the output layer, so each rank has few logits.", _OR_NEVER),
+            **_CUTS_MODEL,
+        },
     ),
     "pp": Preset(
         "pp", 0, "pipeline parallel: the layers divided into stages; pp2:gpipe also sets the schedule",
-        rung=5, gives=("schedule", "other_schedules", "split"), refuses=_CUTS_MODEL,
+        rung=5, gives=("schedule", "other_schedules", "split"),
+        refuses=_CUTS_MODEL,
     ),
     "dp": Preset(
         "devices", 0, "DataParallel: one process with a thread for each device; dp4 uses four devices",
@@ -193,6 +201,7 @@ PRESETS: dict[str, Preset] = {
                 "{name} runs copies of the model in threads, which torch.compile does not support.",
                 "Use ddp with --compile, or leave it out."),
             "check": Refusal("{name} is one process.", "Use `rung verify`."),
+            "chunked_loss": _KEEPS_LOGITS,
             "batch_norm_sync": Refusal("under {name} a batch norm sees one replica's part of the batch.", "Use ddp."),
             **_SENDS_CALLS,
         },
@@ -223,13 +232,14 @@ PRESETS: dict[str, Preset] = {
     "ddp+ps": Preset(
         "dp_replicate", 0, "ddp among trainers, the task's `remote` modules on servers",
         rung=4, kind="ddp+ps", runtime="parameter_server.remote_modules", composes=False, stand_in="ddp",
-        gives=("servers", "rpc", "remote_modules"), refuses=_OVER_RPC,
+        gives=("servers", "rpc", "remote_modules"), refuses={"chunked_loss": _KEEPS_LOGITS, **_OVER_RPC},
     ),
     "rpc-pp": Preset(
         "pp", 0, "pipeline over RPC, with distributed autograd and optimizer",
         rung=8, kind="rpc-pp", runtime="rpc_pipeline", composes=False, stand_in="pp{stages}:gpipe",
         gives=("schedule", "split", "rpc"),
         refuses={
+            "chunked_loss": _KEEPS_LOGITS,
             "other_schedules": Refusal("{name} runs all forwards, then all backwards.", "For {asked} use pp{stages}."),
             **_OVER_RPC,
         },

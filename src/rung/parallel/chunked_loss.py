@@ -1,0 +1,437 @@
+"""The cross entropy of a large output layer, computed in chunks of rows, so that its logits are never held at once.
+
+A language model's logits are its largest tensor by far: rows times vocabulary, and cross entropy keeps several of that
+size. Here the output layer returns a `HeadOutput`, which has the shape of the logits and no storage. Changes of shape
+that keep rows together give another `HeadOutput`; `F.cross_entropy` of one goes over its rows in chunks, with gradients
+on the way. Any other operation computes the logits and goes on with them, as without this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from rung.data.pytree import map_tensors
+from rung.distributed.torch_private import make_wrapper, schema, without_torch_function
+from rung.errors import ModelError
+
+CHUNK_BYTES = 2**27  # of logits in fp32: large enough to keep a GPU busy, small beside a model
+_HALF = (torch.bfloat16, torch.float16)
+_WAY_OUT = "--set chunked_loss=never keeps the logits."
+
+
+# -- the output layer --------------------------------------------------------------------------------------------------
+
+
+class ChunkedLinear(nn.Linear):
+    """An output layer whose result may be a `HeadOutput`. Made from a `nn.Linear` by its class alone."""
+
+    rows_per_chunk: int | None  # None: as many as `CHUNK_BYTES` hold
+    is_chunked = True
+    takes_few = False  # rows that fit into one chunk
+
+    def forward(self, input: Tensor) -> Tensor:
+        num_rows = input.numel() // max(1, self.in_features)
+        chunk = self.rows_per_chunk or max(1, CHUNK_BYTES // (4 * self.out_features))
+        is_cut = isinstance(input, DTensor) or isinstance(self.weight, DTensor)
+        is_mixed = input.dtype != self.weight.dtype and not _is_autocast(input.device)  # an error
+        is_small = num_rows <= chunk and not self.takes_few
+        if not self.is_chunked or is_small or is_cut or is_mixed:
+            return super().forward(input)
+        return _Linear.apply(input, self.weight, self.bias, chunk)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _is_autocast(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+@dataclass(eq=False)
+class HeadCall:
+    """One call of an output layer: what its logits are computed from."""
+
+    x: Tensor  # rows x inputs
+    weight: Tensor
+    bias: Tensor | None
+    chunk: int  # rows
+    needs: tuple[bool, bool, bool] = (False, False, False)  # gradients of these three
+    is_chunked: bool = field(default=False)  # a loss was computed from it in chunks
+    is_whole: bool = field(default=False)  # its logits were computed
+
+    def logits(self, rows: Tensor | None) -> Tensor:
+        """Those of some rows."""
+        self.is_whole = True
+        return F.linear(self.x if rows is None else self.x[rows], self.weight, self.bias)
+
+
+class _Linear(torch.autograd.Function):
+    """The output layer: its gradient comes as the gradient of logits, or as sums that the loss has taken already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
+        is_cast = _is_autocast(x.device) and x.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        x, weight = x.detach().to(dtype), weight.detach().to(dtype)
+        bias = None if bias is None else bias.detach().to(dtype)
+        call = HeadCall(x.reshape(-1, x.shape[-1]), weight, bias, chunk, tuple(ctx.needs_input_grad[:3]))
+        ctx.call = call
+        return HeadOutput(call, None, (*x.shape[:-1], weight.shape[0]), x.dim() - 1, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        call: HeadCall = ctx.call
+        parts, plain = (gradient.parts, gradient.plain) if isinstance(gradient, HeadGradient) else ([], gradient)
+        if plain is not None:
+            whole = plain.reshape(-1, plain.shape[-1]).to(call.x.dtype)
+            parts = [*parts, _sums_of(call, call.x, whole)]
+        dx, dw, db = (_total([getattr(part, name) for part in parts]) for name in ("x", "weight", "bias"))
+        return None if dx is None else dx.reshape(ctx.shape).to(ctx.dtype), dw, db, None
+
+
+def _sums_of(call: HeadCall, x: Tensor, gradient: Tensor) -> _Sums:
+    """The gradients of an output layer by the rules of a product, from those of the logits of its rows `x`."""
+    needs_x, needs_weight, needs_bias = call.needs
+    return _Sums(
+        gradient @ call.weight if needs_x else None,
+        gradient.t() @ x if needs_weight else None,
+        gradient.sum(0) if needs_bias else None,
+    )
+
+
+def _total(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    return sum(given[1:], given[0]) if given else None
+
+
+@dataclass(eq=False)
+class _Sums:
+    """Gradients of an output layer's input, weight and bias."""
+
+    x: Tensor | None  # a row for each row of the call
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def times(self, factor: Tensor) -> _Sums:
+        return _Sums(*(None if t is None else t * factor.to(t.dtype) for t in (self.x, self.weight, self.bias)))
+
+
+# -- logits that are not there -----------------------------------------------------------------------------------------
+
+
+class HeadOutput(Tensor):
+    """The logits of some rows of a call, not computed yet. They are on the first operation that needs their values."""
+
+    call: HeadCall
+    rows: Tensor | None  # flat, of the call; None: all of them in order
+    class_dim: int
+    _whole: Tensor | None
+
+    def __new__(
+        cls, call: HeadCall, rows: Tensor | None, shape: Sequence[int], class_dim: int, dtype: torch.dtype
+    ) -> HeadOutput:
+        made: HeadOutput = make_wrapper(cls, shape, dtype, call.x.device)
+        made.call, made.rows, made.class_dim, made._whole = call, rows, class_dim, None
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"HeadOutput(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def lead(self) -> list[int]:
+        """The shape without the classes."""
+        return [size for dim, size in enumerate(self.shape) if dim != self.class_dim]
+
+    def whole(self) -> Tensor:
+        """The logits themselves. Below autograd, which has recorded this tensor as the operation's input."""
+        if self._whole is None:
+            rows = self.call.logits(self.rows).to(self.dtype)
+            self._whole = rows.reshape(*self.lead, rows.shape[-1]).movedim(-1, self.class_dim)
+        return self._whole
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], HeadOutput) and args[0]._whole is None:
+            if func is F.cross_entropy:
+                loss = _cross_entropy(*args, **kwargs)
+            else:
+                loss = _rearranged(func, *args, **kwargs) if func in _REARRANGING else None
+            if loss is not None:
+                return loss
+        with without_torch_function():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if schema(func).is_mutable and any(isinstance(arg, HeadOutput) for arg in args):
+            raise ModelError(f"{func} changes the output of the model's last layer in place. {_WAY_OUT}")
+        args, kwargs = map_tensors((args, kwargs or {}), lambda t: t.whole() if isinstance(t, HeadOutput) else t)
+        return func(*args, **kwargs)
+
+
+class _Rows(torch.autograd.Function):
+    """Another arrangement of the rows of a `HeadOutput`, or some of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: HeadOutput, local: Tensor | None, shape: Sequence[int], class_dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        """`local` are the rows, flat, of those of the source; None for all of them in order."""
+        ctx.source, ctx.local = (source.shape, source.class_dim, source.dtype), local
+        rows = source.rows if local is None else local if source.rows is None else source.rows[local]
+        ctx.class_dim = class_dim
+        return HeadOutput(source.call, rows, shape, class_dim, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        shape, class_dim, dtype = ctx.source
+        parts, plain = (gradient.parts, gradient.plain) if isinstance(gradient, HeadGradient) else ([], gradient)
+        if plain is not None:
+            flat = plain.movedim(ctx.class_dim, -1).reshape(-1, plain.shape[ctx.class_dim]).to(dtype)
+            lead = [size for dim, size in enumerate(shape) if dim != class_dim]
+            if ctx.local is not None:
+                num_rows = torch.Size(lead).numel()
+                flat = flat.new_zeros(num_rows, flat.shape[-1]).index_add_(0, ctx.local, flat)
+            plain = flat.reshape(*lead, flat.shape[-1]).movedim(-1, class_dim)
+        passed = HeadGradient(parts, plain, shape, dtype, gradient.device) if parts else plain
+        return passed, None, None, None, None
+
+
+class HeadGradient(Tensor):
+    """The gradient of a `HeadOutput` as what comes of it: sums for the output layer, beside a usual gradient if other
+    operations than the loss took part."""
+
+    parts: list[_Sums]
+    plain: Tensor | None
+
+    def __new__(
+        cls, parts: list[_Sums], plain: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> HeadGradient:
+        made: HeadGradient = make_wrapper(cls, shape, dtype, device)
+        made.parts, made.plain = parts, plain
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"HeadGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def where(self, flag: Tensor) -> HeadGradient:  # type: ignore[override]
+        """Itself if the flag on the device is set, else zero."""
+
+        def kept(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else torch.where(flag, tensor, torch.zeros_like(tensor))  # 0 * nan is nan
+
+        parts = [_Sums(kept(one.x), kept(one.weight), kept(one.bias)) for one in self.parts]
+        return HeadGradient(parts, kept(self.plain), self.shape, self.dtype, self.device)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and not kwargs and len(args) == 2:
+            first = next(arg for arg in args if isinstance(arg, HeadGradient))
+            parts = [part for arg in args if isinstance(arg, HeadGradient) for part in arg.parts]
+            plain = _total([arg.plain if isinstance(arg, HeadGradient) else arg for arg in args])
+            return HeadGradient(parts, plain, first.shape, first.dtype, first.device)
+        raise ModelError(
+            f"{func} reads the gradient of the logits, perhaps in a hook, and it is not computed as such. {_WAY_OUT}"
+        )
+
+
+# -- changes of shape --------------------------------------------------------------------------------------------------
+
+
+def _rearranged(func: Any, source: HeadOutput, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The result as a `HeadOutput`; None if rows do not stay together."""
+    found = _REARRANGING[func](func, source, *args, **kwargs)
+    if found is None:
+        return None
+    local, shape, class_dim, dtype = found
+    if local is None and torch.Size(shape) == source.shape and class_dim == source.class_dim and dtype == source.dtype:
+        return source
+    flat = None if local is None else local.reshape(-1)
+    return _Rows.apply(source, flat, shape, class_dim, dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+_Arranged = tuple[Tensor | None, Sequence[int], int, torch.dtype] | None
+
+
+def _reshaped(func: Any, source: HeadOutput, *args: Any, **kwargs: Any) -> _Arranged:
+    if source.class_dim != source.dim() - 1 or any(isinstance(arg, torch.dtype) for arg in args):
+        return None
+    shape = func(torch.empty(source.shape, device="meta"), *args, **kwargs).shape
+    if not shape or shape[-1] != source.shape[-1]:
+        return None
+    return None, shape, len(shape) - 1, source.dtype
+
+
+def _moved(func: Any, source: HeadOutput, *args: Any, **kwargs: Any) -> _Arranged:
+    labels = [2 + dim for dim in range(source.dim())]  # sizes by which dimensions are told apart
+    order = [size - 2 for size in func(torch.empty(labels, device="meta"), *args, **kwargs).shape]
+    if [dim for dim in order if dim != source.class_dim] != [d for d in range(source.dim()) if d != source.class_dim]:
+        return None
+    return None, [source.shape[dim] for dim in order], order.index(source.class_dim), source.dtype
+
+
+def _indexed(func: Any, source: HeadOutput, key: Any) -> _Arranged:
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if source.class_dim != source.dim() - 1 or any(isinstance(one, list) for one in keys):
+        return None
+    taken = [one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1 for one in keys]
+    taken = [0 if one is None or one is Ellipsis else size for one, size in zip(keys, taken, strict=True)]
+    reaches_classes = any(one is Ellipsis for one in keys) or sum(taken) == source.dim()
+    if reaches_classes:
+        if not isinstance(keys[-1], slice) or keys[-1] != slice(None):
+            return None  # classes are chosen, or it cannot be told
+        keys = keys[:-1]
+    lead = source.lead
+    local = torch.arange(torch.Size(lead).numel(), device=source.device).reshape(lead)[tuple(keys)]
+    return local, (*local.shape, source.shape[-1]), local.dim(), source.dtype
+
+
+def _unchanged(func: Any, source: HeadOutput, *args: Any, **kwargs: Any) -> _Arranged:
+    return None if args or kwargs else (None, source.shape, source.class_dim, source.dtype)
+
+
+def _cast(func: Any, source: HeadOutput, *args: Any, **kwargs: Any) -> _Arranged:
+    """Another type, in which the loss is computed. Not after another: a narrower one would have rounded the logits."""
+    given = [*args, *kwargs.values()]
+    if func is Tensor.float and not given:
+        dtype = torch.float32
+    elif func is Tensor.to and len(given) == 1 and isinstance(given[0], torch.dtype):
+        dtype = given[0]
+    else:
+        return None
+    is_first = source.dtype == source.call.x.dtype or dtype == source.dtype
+    return (None, source.shape, source.class_dim, dtype) if is_first and dtype.is_floating_point else None
+
+
+_REARRANGING: dict[Any, Callable[..., _Arranged]] = {
+    **dict.fromkeys(
+        (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten), _reshaped
+    ),
+    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.movedim), _moved),
+    **dict.fromkeys((Tensor.swapaxes, Tensor.swapdims, torch.movedim), _moved),
+    **dict.fromkeys((Tensor.float, Tensor.to), _cast),
+    Tensor.__getitem__: _indexed,
+    Tensor.contiguous: _unchanged,
+}
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    input: HeadOutput,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """`F.cross_entropy` of logits that are not there; None where it is left to torch: probabilities as targets, and the
+    mean of weighted classes with smoothing, which torch divides by sums of its own."""
+    by_index = input.class_dim == 1 and list(target.shape) == input.lead and not target.is_floating_point()
+    if not by_index or size_average is not None or reduce is not None or reduction not in ("none", "mean", "sum"):
+        return None
+    if weight is not None and (label_smoothing or weight.requires_grad):
+        return None
+    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    found: Tensor = _CrossEntropy.apply(input, target.reshape(-1), reduction, options)  # type: ignore[no-untyped-call]
+    return found.reshape(target.shape) if reduction == "none" else found
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: HeadOutput, target: Tensor, reduction: str, options: dict[str, Any]) -> Tensor:
+        call, rows = input.call, input.rows
+        call.is_chunked = True
+        is_widened = _is_autocast(input.device) and input.dtype in _HALF  # as autocast does with this loss
+        dtype = torch.float32 if is_widened else input.dtype
+        ctx.call, ctx.rows, ctx.target, ctx.options, ctx.dtype = call, rows, target, options, dtype
+        ctx.facts = (input.shape, input.dtype, input.device)
+        ctx.sums = ctx.units = None
+        needs_gradient = ctx.needs_input_grad[0]
+        if reduction == "none":
+            return _over_chunks(call, rows, target, dtype, options, reduction)[0]
+        loss, ctx.sums = _over_chunks(call, rows, target, dtype, options, "sum", is_summed=needs_gradient)
+        if reduction == "sum":
+            return loss
+        counted = target != options["ignore_index"]
+        weight = options["weight"]
+        # An ignored target may be no class at all.
+        each = counted if weight is None else weight[torch.where(counted, target, 0)] * counted
+        ctx.units = each.sum().to(loss.dtype)
+        mean: Tensor = loss / ctx.units
+        return mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if ctx.sums is None:  # of each row its own gradient: only now known
+            upstream = gradient.reshape(-1)
+            _, sums = _over_chunks(
+                ctx.call, ctx.rows, ctx.target, ctx.dtype, ctx.options, "none", is_summed=True, upstream=upstream
+            )
+        else:
+            sums = ctx.sums.times(gradient if ctx.units is None else gradient / ctx.units)
+            ctx.sums = None
+        return HeadGradient([sums], None, *ctx.facts), None, None, None
+
+
+def _over_chunks(
+    call: HeadCall,
+    rows: Tensor | None,
+    target: Tensor,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    reduction: str,
+    *,
+    is_summed: bool = False,
+    upstream: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """The loss, by rows or as a sum, and with `is_summed` the gradients of the output layer.
+
+    Each chunk's gradient is that of torch's own loss, with `upstream` by rows, or of the sum.
+    """
+    x = call.x if rows is None else call.x[rows]
+    needs_x, needs_weight, needs_bias = call.needs
+    wide = torch.float32 if call.weight.dtype in _HALF else call.weight.dtype
+    dx = torch.empty_like(x) if is_summed and needs_x else None
+    dw = torch.zeros_like(call.weight, dtype=wide) if is_summed and needs_weight else None
+    db = torch.zeros_like(call.weight[:, 0], dtype=wide) if is_summed and needs_bias else None
+    losses = []
+    for start in range(0, len(x), call.chunk):
+        part = slice(start, start + call.chunk)
+        with torch.set_grad_enabled(is_summed):
+            logits = F.linear(x[part], call.weight, call.bias).detach().requires_grad_(is_summed)
+            loss = F.cross_entropy(logits.to(dtype), target[part], reduction=reduction, **options)
+        if is_summed:
+            (gradient,) = torch.autograd.grad(loss, logits, None if upstream is None else upstream[part])
+            del logits
+            if dx is not None:
+                torch.mm(gradient, call.weight, out=dx[part])
+            if dw is not None:
+                dw += gradient.t() @ x[part]
+            if db is not None:
+                db += gradient.sum(0, dtype=wide)
+        losses.append(loss.detach())
+    if dx is not None and rows is not None:
+        dx = torch.zeros_like(call.x).index_add_(0, rows, dx)
+    if losses:
+        whole = torch.cat(losses) if reduction == "none" else torch.stack(losses).sum()
+    else:
+        whole = F.cross_entropy(call.weight.new_zeros(0, len(call.weight)).to(dtype), target, reduction=reduction)
+    return whole, _Sums(dx, dw, db) if is_summed else None

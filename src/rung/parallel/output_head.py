@@ -1,0 +1,127 @@
+"""Which layers compute their cross entropy in chunks (see chunked_loss.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from rung.data.pytree import map_tensors
+from rung.distributed import fake_world
+from rung.distributed.world import World
+from rung.errors import StrategyError
+from rung.parallel.chunked_loss import ChunkedLinear, HeadCall, HeadOutput
+from rung.parallel.forward_trace import trace_forward
+from rung.parallel.materialize import Weights
+from rung.parallel.model_copy import meta_copy
+from rung.parallel.pipeline.partition import lies_in
+from rung.spec.abilities import why_not
+from rung.spec.config import RunConfig
+from rung.spec.strategy import Layout
+from rung.spec.task import Task, split_batch
+
+_LEAST_CLASSES = 4096  # an output layer with fewer has small logits
+
+
+def large_heads(model: nn.Module, layout: Layout, config: RunConfig, task: Task) -> list[str]:
+    """The layers that may be an output layer with large logits, if these settings allow a loss in chunks."""
+    is_asked = config.chunked_loss not in ("auto", "never")
+    reason = why_not(layout, "chunked_loss", f"chunked_loss={config.chunked_loss}") or _why_not_with(config, task)
+    if is_asked and reason is not None:
+        raise StrategyError(reason)
+    if reason is not None or config.chunked_loss == "never":
+        return []
+    least = 1 if is_asked else _LEAST_CLASSES
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and type(module) is nn.Linear and module.out_features >= least
+    ]
+
+
+def _why_not_with(config: RunConfig, task: Task) -> str | None:
+    asked = f"chunked_loss={config.chunked_loss}"
+    if config.compile:
+        return f"{asked} is not possible with --compile: leave one out."
+    if config.precision == "fp16":
+        return (
+            f"{asked} is not possible with --precision fp16, whose gradients must be scaled before they are rounded: "
+            "use bf16, or leave it out."
+        )
+    if task.loss_scope == "batch":
+        return f'{asked} is not possible with loss_scope = "batch", which gathers all logits: leave it out.'
+    return None
+
+
+def heads_to_chunk(
+    weights: Weights, world: World, config: RunConfig, task: Task, run: Callable[[nn.Module, Any], Any], example: Any
+) -> list[str]:
+    """Those of the large layers whose output goes into a cross entropy and nowhere else, by a run without values.
+
+    `run` calls a model on a batch, of which `example` is one.
+    """
+    assert weights.model is not None
+    names = large_heads(weights.model, world.layout, config, task)
+    if not names:
+        return []
+    probe = meta_copy(weights.model)
+    calls: dict[str, list[HeadCall]] = {name: [] for name in names}
+    for name in names:
+        _chunk(probe.get_submodule(name), rows=1, takes_few=True)
+
+        def note(module: nn.Module, given: Any, output: Any, name: str = name) -> None:
+            if isinstance(output, HeadOutput):
+                calls[name].append(output.call)
+
+        probe.get_submodule(name).register_forward_hook(note)
+    mode = weights.mode or fake_world.new_fake_mode()
+    with fake_world.imagined(mode):
+        batch = map_tensors(example, lambda t: torch.empty(t.shape, dtype=t.dtype, device=world.device))
+
+    def take_loss() -> Any:
+        return task.loss(run(probe, batch), split_batch(batch)[1])
+
+    try:
+        trace_forward(probe, take_loss, lambda *_: False, device=world.device, mode=mode, may_decide=lambda *_: True)
+    except Exception:
+        calls = {}  # the loss looks at values: what it does with its logits cannot be told
+    found = [name for name, made in calls.items() if made and all(c.is_chunked and not c.is_whole for c in made)]
+    if not found and config.chunked_loss != "auto":
+        raise StrategyError(
+            f"chunked_loss={config.chunked_loss}: no linear layer's output goes into cross_entropy and nowhere else, "
+            "as far as a run without values can tell."
+        )
+    return found
+
+
+def chunk_heads(model: nn.Module, names: list[str], config: RunConfig) -> None:
+    """Let these layers compute their loss in chunks. Before others wrap their `forward`."""
+    for name in names:
+        _chunk(model.get_submodule(name), None if config.chunked_loss == "auto" else int(config.chunked_loss))
+
+
+def settle_heads(model: nn.Module, names: list[str], config: RunConfig) -> list[str]:
+    """Leave out layers that FSDP has in a unit below the root: it frees their weights when the unit's forward ends,
+    which is before the loss. Returns what to tell the user."""
+    units = {name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
+    kept = [name for name in names if not lies_in(name, units)]
+    for name in names:
+        cast(ChunkedLinear, model.get_submodule(name)).is_chunked = name in kept
+    if kept:
+        return [f"cross entropy in chunks: the logits of {', '.join(kept)} are not kept; chunked_loss=never keeps them"]
+    if names and config.chunked_loss != "auto":
+        raise StrategyError(
+            f"chunked_loss={config.chunked_loss}: FSDP has {', '.join(names)} in a unit, whose weights are gone before "
+            "the loss. Use --shard-by block or whole, or leave it out."
+        )
+    return []
+
+
+def _chunk(head: nn.Module, rows: int | None, *, takes_few: bool = False) -> None:
+    """By its class alone: what others keep of the module, such as hooks and tied weights, stays."""
+    head.__class__ = ChunkedLinear
+    chunked = cast(ChunkedLinear, head)
+    chunked.rows_per_chunk, chunked.takes_few = rows, takes_few

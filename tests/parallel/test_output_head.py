@@ -1,0 +1,127 @@
+"""Which output layers compute their loss in chunks, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from rung.distributed.world import open_fake_world, open_world
+from rung.errors import RungError
+from rung.parallel.chunked_loss import ChunkedLinear
+from rung.planner.dryrun import dry_run
+from rung.planner.memory import find_peak
+from rung.runtime import build_runtime
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
+from rung.spec.task import Task
+from tests.tasks import TinyGPT, text_task
+
+LARGE = 4096
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Capped(TinyGPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 30 * torch.tanh(super().forward(tokens) / 30)
+
+
+class Deciding(TinyGPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = super().forward(tokens)
+        return found if float(found.sum()) > 1e9 else -found
+
+
+class Untied(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__(LARGE)
+        self.head = nn.Linear(12, LARGE, bias=False)
+
+
+def heads(task: Task, strategy: str = "single", num_ranks: int = 1, **settings: Any) -> tuple[list[str], list[str]]:
+    """The layers that compute in chunks, and the lines that a run begins with."""
+    config = RunConfig(**{"batch_size": 8, "steps": 1, "device": "cpu", **settings})
+    layout = parse(strategy, num_ranks)
+    world = open_world(layout, device="cpu") if num_ranks == 1 else open_fake_world(layout)
+    with world as one:
+        runtime = build_runtime(task, one, config, total_steps=1)
+        found = [n for n, m in runtime.model.named_modules() if isinstance(m, ChunkedLinear) and m.is_chunked]
+        return found, [note for note in runtime.notes if "chunk" in note]
+
+
+def test_a_large_vocabulary_is_found_and_told() -> None:
+    found, notes = heads(text_task(model=lambda: TinyGPT(LARGE)))
+    assert found == ["head"]
+    assert notes == ["cross entropy in chunks: the logits of head are not kept; chunked_loss=never keeps them"]
+    assert heads(text_task(model=lambda: TinyGPT(LARGE)), chunked_loss="never") == ([], [])
+    assert heads(text_task(model=lambda: TinyGPT(LARGE - 1))) == ([], [])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp2x2", "pp2,fsdp2"])
+def test_strategies_that_leave_the_layer_whole(strategy: str) -> None:
+    assert heads(text_task(model=lambda: TinyGPT(LARGE)), strategy, 4)[0] == ["head"]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        text_task(model=lambda: Capped(LARGE)),
+        text_task(model=lambda: Deciding(LARGE)),
+        text_task(model=lambda: TinyGPT(LARGE), loss=lambda y, t: y.square().mean()),
+        text_task(model=lambda: TinyGPT(LARGE), loss=lambda y, t: cross_entropy(y, t) + 1e-4 * y.logsumexp(-1).mean()),
+    ],
+    ids=["capped", "deciding by values", "another loss", "a penalty beside"],
+)
+def test_logits_with_another_use_stay(task: Task) -> None:
+    assert heads(task) == ([], [])
+    with pytest.raises(RungError, match=r"chunked_loss=7: no linear layer's output goes into cross_entropy"):
+        heads(task, chunked_loss="7")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "settings", "reason"),
+    [
+        ("tp2", 2, {}, "cuts the output layer"),
+        ("single", 1, {"compile": True}, "with --compile"),
+        ("single", 1, {"precision": "fp16"}, "with --precision fp16"),
+        ("zero3", 2, {"shard_by": "size:1K"}, "in a unit, whose weights are gone before the loss"),
+    ],
+)
+def test_where_it_is_not_possible_auto_does_without(
+    strategy: str, num_ranks: int, settings: dict[str, Any], reason: str
+) -> None:
+    task = text_task(model=Untied)
+    assert heads(task, strategy, num_ranks, **settings) == ([], [])
+    with pytest.raises(RungError, match=f"chunked_loss=7.*{reason}"):
+        heads(task, strategy, num_ranks, chunked_loss="7", **settings)
+
+
+def test_a_loss_of_the_whole_batch_needs_the_logits() -> None:
+    task = text_task(model=lambda: TinyGPT(LARGE), loss_scope="batch")
+    assert heads(task) == ([], [])
+    with pytest.raises(RungError, match=r'chunked_loss=7.*loss_scope = "batch"'):
+        heads(task, chunked_loss="7")
+
+
+def test_a_plan_sees_the_memory_that_is_saved() -> None:
+    tokens = torch.zeros(64, 64, dtype=torch.long)
+
+    def task(make: Callable[[], nn.Module]) -> Task:
+        return text_task(model=make, train_data=lambda: TensorDataset(tokens, tokens))
+
+    def peak(setting: str) -> int:
+        config = RunConfig(batch_size=64, device="cpu", chunked_loss=setting)
+        run = dry_run(task(lambda: TinyGPT(LARGE, 32, 1, 64)), parse("single", 1), config)
+        return find_peak(run.trace).num_bytes
+
+    logits = 64 * 64 * LARGE * 4
+    assert peak("never") > 2 * logits
+    assert peak("512") < logits
