@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,9 @@ def test_without_gradients_the_value_is_the_same() -> None:
         torch.testing.assert_close(flat(output, target), flat(head()(x), target))
         assert not output.requires_grad
         torch.testing.assert_close(output.argmax(-1), head()(x).argmax(-1))
+        assert (output.numpy() == head()(x).numpy()).all()
+        assert output.tolist() == head()(x).tolist()
+        torch.testing.assert_close(pickle.loads(pickle.dumps(output)), head()(x))
 
 
 def test_a_mean_over_nothing_is_nan_as_in_torch() -> None:
@@ -143,6 +147,25 @@ def test_under_autocast_it_is_as_near_as_rounding_allows(name: str) -> None:
     for own, other, true in zip(others, usual_gradients, gradients, strict=True):
         assert own is not None and other is not None and true is not None and own.dtype == other.dtype
         assert (own - true).abs().max() <= 2 * (other - true).abs().max() + 1e-3 * true.abs().max()
+
+
+def test_the_scale_of_a_mean_is_not_rounded_to_half() -> None:
+    """One over 21 rows is no number of bf16: rounded, it would change all gradients by the same factor."""
+    _, gradients = outcome(head(dtype=torch.float32), flat)
+    _, others = outcome(chunked(head(dtype=torch.float32)), flat, torch.bfloat16)
+    for own, true in zip(others, gradients, strict=True):
+        assert own is not None and true is not None
+        assert abs((own * true).sum() / (true * true).sum() - 1) < 2e-3
+
+
+def test_backward_twice_adds_twice() -> None:
+    layer, x = chunked(head()), torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
+    value = flat(layer(x), torch.randint(CLASSES, (BATCH, LENGTH)))
+    value.backward(retain_graph=True)
+    assert layer.weight.grad is not None
+    once = layer.weight.grad.clone()
+    value.backward()
+    torch.testing.assert_close(layer.weight.grad, 2 * once)
 
 
 def test_changes_in_place_are_refused() -> None:

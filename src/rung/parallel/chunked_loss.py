@@ -9,7 +9,6 @@ on the way. Any other operation computes the logits and goes on with them, as wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from torch.nn import functional as F
 from rung.data.pytree import map_tensors
 from rung.distributed.torch_private import make_wrapper, schema, without_torch_function
 from rung.errors import ModelError
+from rung.parallel.chunked_cross_entropy import HALF_TYPES, HeadCall, HeadSums, LossRows
 
 CHUNK_BYTES = 2**27  # of logits in fp32: large enough to keep a GPU busy, small beside a model
-_HALF = (torch.bfloat16, torch.float16)
 _WAY_OUT = "--set chunked_loss=never keeps the logits."
 
 
@@ -52,24 +51,6 @@ def _is_autocast(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-@dataclass(eq=False)
-class HeadCall:
-    """One call of an output layer: what its logits are computed from."""
-
-    x: Tensor  # rows x inputs
-    weight: Tensor
-    bias: Tensor | None
-    chunk: int  # rows
-    needs: tuple[bool, bool, bool] = (False, False, False)  # gradients of these three
-    is_chunked: bool = field(default=False)  # a loss was computed from it in chunks
-    is_whole: bool = field(default=False)  # its logits were computed
-
-    def logits(self, rows: Tensor | None) -> Tensor:
-        """Those of some rows."""
-        self.is_whole = True
-        return F.linear(self.x if rows is None else self.x[rows], self.weight, self.bias)
-
-
 class _Linear(torch.autograd.Function):
     """The output layer: its gradient comes as the gradient of logits, or as sums that the loss has taken already."""
 
@@ -91,36 +72,14 @@ class _Linear(torch.autograd.Function):
         parts, plain = (gradient.parts, gradient.plain) if isinstance(gradient, HeadGradient) else ([], gradient)
         if plain is not None:
             whole = plain.reshape(-1, plain.shape[-1]).to(call.x.dtype)
-            parts = [*parts, _sums_of(call, call.x, whole)]
+            parts = [*parts, call.sums(whole)]
         dx, dw, db = (_total([getattr(part, name) for part in parts]) for name in ("x", "weight", "bias"))
         return None if dx is None else dx.reshape(ctx.shape).to(ctx.dtype), dw, db, None
-
-
-def _sums_of(call: HeadCall, x: Tensor, gradient: Tensor) -> _Sums:
-    """The gradients of an output layer by the rules of a product, from those of the logits of its rows `x`."""
-    needs_x, needs_weight, needs_bias = call.needs
-    return _Sums(
-        gradient @ call.weight if needs_x else None,
-        gradient.t() @ x if needs_weight else None,
-        gradient.sum(0) if needs_bias else None,
-    )
 
 
 def _total(tensors: Sequence[Tensor | None]) -> Tensor | None:
     given = [tensor for tensor in tensors if tensor is not None]
     return sum(given[1:], given[0]) if given else None
-
-
-@dataclass(eq=False)
-class _Sums:
-    """Gradients of an output layer's input, weight and bias."""
-
-    x: Tensor | None  # a row for each row of the call
-    weight: Tensor | None
-    bias: Tensor | None
-
-    def times(self, factor: Tensor) -> _Sums:
-        return _Sums(*(None if t is None else t * factor.to(t.dtype) for t in (self.x, self.weight, self.bias)))
 
 
 # -- logits that are not there -----------------------------------------------------------------------------------------
@@ -160,13 +119,16 @@ class HeadOutput(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], HeadOutput) and args[0]._whole is None:
+            found = None
             if func is F.cross_entropy:
-                loss = _cross_entropy(*args, **kwargs)
-            else:
-                loss = _rearranged(func, *args, **kwargs) if func in _REARRANGING else None
-            if loss is not None:
-                return loss
+                found = _cross_entropy(*args, **kwargs)
+            elif func in _REARRANGING:
+                found = _rearranged(func, *args, **kwargs)
+            if found is not None:
+                return found
         with without_torch_function():
+            if func in _READING and not args[0].requires_grad:
+                return func(args[0].whole(), *args[1:], **kwargs)
             return func(*args, **kwargs)
 
     @classmethod
@@ -212,11 +174,11 @@ class HeadGradient(Tensor):
     """The gradient of a `HeadOutput` as what comes of it: sums for the output layer, beside a usual gradient if other
     operations than the loss took part."""
 
-    parts: list[_Sums]
+    parts: list[HeadSums]
     plain: Tensor | None
 
     def __new__(
-        cls, parts: list[_Sums], plain: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        cls, parts: list[HeadSums], plain: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> HeadGradient:
         made: HeadGradient = make_wrapper(cls, shape, dtype, device)
         made.parts, made.plain = parts, plain
@@ -231,7 +193,7 @@ class HeadGradient(Tensor):
         def kept(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else torch.where(flag, tensor, torch.zeros_like(tensor))  # 0 * nan is nan
 
-        parts = [_Sums(kept(one.x), kept(one.weight), kept(one.bias)) for one in self.parts]
+        parts = [HeadSums(kept(one.x), kept(one.weight), kept(one.bias)) for one in self.parts]
         return HeadGradient(parts, kept(self.plain), self.shape, self.dtype, self.device)
 
     @classmethod
@@ -246,6 +208,17 @@ class HeadGradient(Tensor):
         raise ModelError(
             f"{func} reads the gradient of the logits, perhaps in a hook, and it is not computed as such. {_WAY_OUT}"
         )
+
+
+# What leaves torch reads the storage, and is no operation that is dispatched.
+_READING = {
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.tolist,
+    Tensor.__reduce_ex__,
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+}
 
 
 # -- changes of shape --------------------------------------------------------------------------------------------------
@@ -356,82 +329,23 @@ def _cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: HeadOutput, target: Tensor, reduction: str, options: dict[str, Any]) -> Tensor:
-        call, rows = input.call, input.rows
-        call.is_chunked = True
-        is_widened = _is_autocast(input.device) and input.dtype in _HALF  # as autocast does with this loss
+        is_widened = _is_autocast(input.device) and input.dtype in HALF_TYPES  # as autocast does with this loss
         dtype = torch.float32 if is_widened else input.dtype
-        ctx.call, ctx.rows, ctx.target, ctx.options, ctx.dtype = call, rows, target, options, dtype
+        input.call.is_chunked = True
         ctx.facts = (input.shape, input.dtype, input.device)
-        ctx.sums = ctx.units = None
-        needs_gradient = ctx.needs_input_grad[0]
+        ctx.rows = LossRows(input.call, input.rows, target, dtype, options)
+        ctx.sums = None
         if reduction == "none":
-            return _over_chunks(call, rows, target, dtype, options, reduction)[0]
-        loss, ctx.sums = _over_chunks(call, rows, target, dtype, options, "sum", is_summed=needs_gradient)
-        if reduction == "sum":
-            return loss
-        counted = target != options["ignore_index"]
-        weight = options["weight"]
-        # An ignored target may be no class at all.
-        each = counted if weight is None else weight[torch.where(counted, target, 0)] * counted
-        ctx.units = each.sum().to(loss.dtype)
-        mean: Tensor = loss / ctx.units
-        return mean
+            return ctx.rows.losses()  # type: ignore[no-any-return]
+        scale = torch.ones((), dtype=dtype, device=input.device)
+        if reduction == "mean":
+            scale = scale / ctx.rows.num_units()
+        loss, ctx.sums = ctx.rows.total(scale, needs_gradient=ctx.needs_input_grad[0])
+        return loss  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if ctx.sums is None:  # of each row its own gradient: only now known
-            upstream = gradient.reshape(-1)
-            _, sums = _over_chunks(
-                ctx.call, ctx.rows, ctx.target, ctx.dtype, ctx.options, "none", is_summed=True, upstream=upstream
-            )
-        else:
-            sums = ctx.sums.times(gradient if ctx.units is None else gradient / ctx.units)
-            ctx.sums = None
+        by_rows = ctx.sums is None  # of each row its own gradient, which is only now known
+        sums = ctx.rows.sums(gradient.reshape(-1)) if by_rows else ctx.sums.times(gradient)
         return HeadGradient([sums], None, *ctx.facts), None, None, None
-
-
-def _over_chunks(
-    call: HeadCall,
-    rows: Tensor | None,
-    target: Tensor,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    reduction: str,
-    *,
-    is_summed: bool = False,
-    upstream: Tensor | None = None,
-) -> tuple[Tensor, Any]:
-    """The loss, by rows or as a sum, and with `is_summed` the gradients of the output layer.
-
-    Each chunk's gradient is that of torch's own loss, with `upstream` by rows, or of the sum.
-    """
-    x = call.x if rows is None else call.x[rows]
-    needs_x, needs_weight, needs_bias = call.needs
-    wide = torch.float32 if call.weight.dtype in _HALF else call.weight.dtype
-    dx = torch.empty_like(x) if is_summed and needs_x else None
-    dw = torch.zeros_like(call.weight, dtype=wide) if is_summed and needs_weight else None
-    db = torch.zeros_like(call.weight[:, 0], dtype=wide) if is_summed and needs_bias else None
-    losses = []
-    for start in range(0, len(x), call.chunk):
-        part = slice(start, start + call.chunk)
-        with torch.set_grad_enabled(is_summed):
-            logits = F.linear(x[part], call.weight, call.bias).detach().requires_grad_(is_summed)
-            loss = F.cross_entropy(logits.to(dtype), target[part], reduction=reduction, **options)
-        if is_summed:
-            (gradient,) = torch.autograd.grad(loss, logits, None if upstream is None else upstream[part])
-            del logits
-            if dx is not None:
-                torch.mm(gradient, call.weight, out=dx[part])
-            if dw is not None:
-                dw += gradient.t() @ x[part]
-            if db is not None:
-                db += gradient.sum(0, dtype=wide)
-        losses.append(loss.detach())
-    if dx is not None and rows is not None:
-        dx = torch.zeros_like(call.x).index_add_(0, rows, dx)
-    if losses:
-        whole = torch.cat(losses) if reduction == "none" else torch.stack(losses).sum()
-    else:
-        whole = F.cross_entropy(call.weight.new_zeros(0, len(call.weight)).to(dtype), target, reduction=reduction)
-    return whole, _Sums(dx, dw, db) if is_summed else None

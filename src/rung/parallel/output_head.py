@@ -13,7 +13,8 @@ from rung.data.pytree import map_tensors
 from rung.distributed import fake_world
 from rung.distributed.world import World
 from rung.errors import StrategyError
-from rung.parallel.chunked_loss import ChunkedLinear, HeadCall, HeadOutput
+from rung.parallel.chunked_cross_entropy import HeadCall
+from rung.parallel.chunked_loss import ChunkedLinear, HeadOutput
 from rung.parallel.forward_trace import trace_forward
 from rung.parallel.materialize import Weights
 from rung.parallel.model_copy import meta_copy
