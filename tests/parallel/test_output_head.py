@@ -90,7 +90,7 @@ def test_logits_with_another_use_stay(task: Task) -> None:
     ("strategy", "num_ranks", "settings", "reason"),
     [
         ("tp2", 2, {}, "cuts the output layer"),
-        ("single", 1, {"compile": True}, "with --compile"),
+        ("single", 1, {"compile": True}, "with --compile under single, where the loss is compiled"),
         ("single", 1, {"precision": "fp16"}, "with --precision fp16"),
         ("zero3", 2, {"shard_by": "size:1K"}, "in a unit, whose weights are gone before the loss"),
     ],
@@ -102,6 +102,10 @@ def test_where_it_is_not_possible_auto_does_without(
     assert heads(task, strategy, num_ranks, **settings) == ([], [])
     with pytest.raises(RungError, match=f"chunked_loss=7.*{reason}"):
         heads(task, strategy, num_ranks, chunked_loss="7", **settings)
+
+
+def test_where_blocks_are_compiled_the_loss_is_not() -> None:
+    assert heads(text_task(model=Untied), "zero3", 2, compile=True)[0] == ["head"]
 
 
 def test_a_loss_of_the_whole_batch_needs_the_logits() -> None:

@@ -33,6 +33,7 @@ from rung.parallel.sharding import Sharding, choose_units, gathered_type, withou
 from rung.parallel.tensor.apply import apply_sequence_parallel, apply_tensor_plan
 from rung.parallel.tensor.plan import TensorPlan, make_plan
 from rung.parallel.tensor.survey import Survey
+from rung.spec.abilities import compiles_blocks
 from rung.spec.config import RunConfig
 from rung.spec.task import Task
 
@@ -125,8 +126,7 @@ def parallelize(
         recomputing = None if config.dropout or config.compile else NoDropout
         apply_activation_checkpointing(whole, config.activation_checkpointing, recomputing)
 
-    if config.compile and (layout.uses_fully_shard or layout.is_composed):
-        # Per block, because communication between blocks cannot be compiled. The runtime compiles whole models.
+    if config.compile and compiles_blocks(layout):  # the runtime compiles whole models
         for block in _whole_blocks(parallel, blocks):
             if layout.pp > 1:  # StageExecutor wraps `forward` later, and `block.compile` would compile its wrapper too
                 block.forward = torch.compile(block.forward)

@@ -19,7 +19,7 @@ from rung.parallel.forward_trace import trace_forward
 from rung.parallel.materialize import Weights
 from rung.parallel.model_copy import meta_copy
 from rung.parallel.pipeline.partition import lies_in
-from rung.spec.abilities import why_not
+from rung.spec.abilities import compiles_blocks, why_not
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import Task, split_batch
@@ -30,7 +30,7 @@ _LEAST_CLASSES = 4096  # an output layer with fewer has small logits
 def large_heads(model: nn.Module, layout: Layout, config: RunConfig, task: Task) -> list[str]:
     """The layers that may be an output layer with large logits, if these settings allow a loss in chunks."""
     is_asked = config.chunked_loss not in ("auto", "never")
-    reason = why_not(layout, "chunked_loss", f"chunked_loss={config.chunked_loss}") or _why_not_with(config, task)
+    reason = _why_not(config, layout, task)
     if is_asked and reason is not None:
         raise StrategyError(reason)
     if reason is not None or config.chunked_loss == "never":
@@ -43,10 +43,12 @@ def large_heads(model: nn.Module, layout: Layout, config: RunConfig, task: Task)
     ]
 
 
-def _why_not_with(config: RunConfig, task: Task) -> str | None:
+def _why_not(config: RunConfig, layout: Layout, task: Task) -> str | None:
     asked = f"chunked_loss={config.chunked_loss}"
-    if config.compile:
-        return f"{asked} is not possible with --compile: leave one out."
+    if (reason := why_not(layout, "chunked_loss", asked)) is not None:
+        return reason
+    if config.compile and not compiles_blocks(layout):
+        return f"{asked} is not possible with --compile under {layout.name}, where the loss is compiled: leave one out."
     if config.precision == "fp16":
         return (
             f"{asked} is not possible with --precision fp16, whose gradients must be scaled before they are rounded: "

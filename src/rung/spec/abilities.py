@@ -112,6 +112,12 @@ def runs_units_together(layout: Layout) -> bool:
     return layout.uses_fully_shard and layout.num_data_ranks > 1 and layout.pp == 1
 
 
+def compiles_blocks(layout: Layout) -> bool:
+    """Whether `--compile` compiles block by block, because communication between blocks cannot be compiled; else the
+    whole model with its loss."""
+    return layout.uses_fully_shard or layout.is_composed
+
+
 def reshards_after_forward(layout: Layout) -> bool:
     """Whether FSDP2 gathers parameters for each use, instead of once a step."""
     return layout.zero == 3
