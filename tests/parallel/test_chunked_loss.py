@@ -52,6 +52,7 @@ LOSSES: dict[str, Loss] = {
     "module": lambda y, t: nn.CrossEntropyLoss()(y.flatten(0, 1), t.flatten()),
     "smoothed": lambda y, t: flat(y, t, label_smoothing=0.1),
     "weighted": lambda y, t: flat(y, t, weight=WEIGHTS),
+    "weighted by bytes": lambda y, t: flat(y, t.clamp(min=0).byte(), weight=WEIGHTS),
     "weighted rows": lambda y, t: flat(y, t, weight=WEIGHTS, reduction="none"),
     "other class ignored": lambda y, t: flat(y, t.clamp(min=0), ignore_index=3),
     "all ignored but the sum": lambda y, t: flat(y, torch.full_like(t, -100), reduction="sum"),
@@ -166,6 +167,63 @@ def test_backward_twice_adds_twice() -> None:
     once = layer.weight.grad.clone()
     value.backward()
     torch.testing.assert_close(layer.weight.grad, 2 * once)
+
+
+def _written_by_a_view(y: Tensor, t: Tensor) -> Tensor:
+    y.view(-1, CLASSES)[:, 0] = -5.0
+    return F.cross_entropy(y.transpose(1, 2), t)
+
+
+def _written_before_a_view(y: Tensor, t: Tensor) -> Tensor:
+    z = y.view(-1, CLASSES)
+    y[..., 0] = -5.0
+    return F.cross_entropy(z, t.view(-1))
+
+
+@pytest.mark.parametrize("loss", [_written_by_a_view, _written_before_a_view])
+def test_views_of_logits_that_are_written_to_are_refused(loss: Loss) -> None:
+    with pytest.raises(ModelError, match=r"changed in place.*chunked_loss=never"):
+        outcome(chunked(head()), loss)
+
+
+def test_logits_of_a_weight_that_has_changed_are_refused() -> None:
+    layer, x = chunked(head()), torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        early, late = layer(x), layer(x)
+        there = early.sum()  # computed in time
+        layer.weight.mul_(0.5)
+        assert early.sum() == there
+        with pytest.raises(ModelError, match=r"weight .* changed in place.*chunked_loss=never"):
+            late.sum()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_of_gradients_are_refused(reduction: str) -> None:
+    layer, x = chunked(head()), torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    loss = flat(layer(x), torch.randint(CLASSES, (BATCH, LENGTH)), reduction=reduction).sum()
+    with pytest.raises(ModelError, match=r"create_graph.*chunked_loss=never"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_layer_in_fp32_stays_so_under_autocast(reduction: str) -> None:
+    def of(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        torch.manual_seed(4)
+        x, target = torch.randn(BATCH, LENGTH, WIDTH), torch.randint(CLASSES, (BATCH, LENGTH))
+        output = layer(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = flat(output, target, reduction=reduction).sum()
+        loss.backward()
+        return loss.detach(), layer.weight.grad
+
+    torch.testing.assert_close(of(chunked(head(dtype=torch.float32))), of(head(dtype=torch.float32)))
+
+
+def test_logits_may_be_added_to_something_else_in_place() -> None:
+    x, total = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64), torch.ones(BATCH, LENGTH, CLASSES).double()
+    with torch.no_grad():
+        total += chunked(head())(x)
+        torch.testing.assert_close(total, 1 + head()(x))
 
 
 def test_changes_in_place_are_refused() -> None:

@@ -104,6 +104,18 @@ def test_where_it_is_not_possible_auto_does_without(
         heads(task, strategy, num_ranks, chunked_loss="7", **settings)
 
 
+def test_a_layer_whose_result_is_changed_in_place_does_not_hide_the_other() -> None:
+    class InPlace(TinyGPT):
+        def __init__(self) -> None:
+            super().__init__(LARGE)
+            self.wide = nn.Sequential(nn.Linear(12, LARGE), nn.ReLU(inplace=True), nn.Linear(LARGE, 12))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.norm(self.wide(self.token(tokens))))  # type: ignore[no-any-return]
+
+    assert heads(text_task(model=InPlace))[0] == ["head"]
+
+
 def test_where_blocks_are_compiled_the_loss_is_not() -> None:
     assert heads(text_task(model=Untied), "zero3", 2, compile=True)[0] == ["head"]
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rung.distributed.torch_private import version
+from rung.errors import ModelError
+
 HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Types are chosen by the caller."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 @dataclass(eq=False)
@@ -37,11 +47,37 @@ class HeadCall:
     needs: tuple[bool, bool, bool] = (False, False, False)  # gradients of these three
     is_chunked: bool = False  # a loss was computed from it in chunks
     is_whole: bool = False  # its logits were computed
+    # With the version that was read:
+    _sources: list[tuple[Tensor, int]] = field(default_factory=list)
+    viewed: list[Tensor] = field(default_factory=list)  # such tensors that have views, which may be written to
+    _computed: list[tuple[ReferenceType[Tensor], int]] = field(default_factory=list)  # tensors that stand for logits
 
     def logits(self, rows: Tensor | None) -> Tensor:
         """Those of some rows."""
         self.is_whole = True
-        return F.linear(self.x if rows is None else self.x[rows], self.weight, self.bias)
+        with _no_autocast(self.x.device):
+            return F.linear(self.x if rows is None else self.x[rows], self.weight, self.bias)
+
+    def reads(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors that must not change before the logits are computed."""
+        self._sources += [(tensor, version(tensor)) for tensor in tensors if not tensor.is_inference()]
+
+    def keeps(self, output: Tensor) -> None:
+        """A tensor that stands for logits which are there now. Others must not read theirs after it was changed,
+        because each arrangement of rows is computed by itself. Its version is also that of its views."""
+        if not output.is_inference():
+            self._computed.append((ref(output), version(output)))
+
+    def check(self, own: Tensor | None) -> None:
+        """Refuse what torch would compute from the values of another moment, or share between views. `own` stands for
+        the logits that are read, if they are there."""
+        found = [(tensor, before) for one, before in self._computed if (tensor := one()) is not None]
+        others = [pair for pair in found if pair[0] is not own]
+        if any(version(tensor) != before for tensor, before in (others if own is not None else others + self._sources)):
+            raise ModelError(
+                "the logits, or the input or weight that they are computed from, were changed in place after the "
+                "model's last layer. --set chunked_loss=never keeps the logits."
+            )
 
     def sums(self, gradient: Tensor) -> HeadSums:
         """The gradients of the layer, from that of all its logits."""
@@ -68,7 +104,7 @@ class LossRows:
         counted = self.target != self.options["ignore_index"]
         weight = self.options["weight"]
         # An ignored target may be no class at all.
-        each: Tensor = counted if weight is None else weight[torch.where(counted, self.target, 0)] * counted
+        each: Tensor = counted if weight is None else weight[torch.where(counted, self.target, 0).long()] * counted
         return each.sum().to(self.dtype)
 
     def losses(self) -> Tensor:
@@ -105,10 +141,11 @@ class LossRows:
             (gradient,) = torch.autograd.grad(loss, logits, upstream(part))
             on_loss(loss.detach())
             del loss, logits
-            if dx is not None:
-                torch.mm(gradient, call.weight, out=dx[part])
-            if dw is not None:
-                dw += gradient.t() @ x[part]
+            with _no_autocast(x.device):
+                if dx is not None:
+                    torch.mm(gradient, call.weight, out=dx[part])
+                if dw is not None:
+                    dw += gradient.t() @ x[part]
             if db is not None:
                 db += gradient.sum(0, dtype=wide)
         if dx is not None and self.rows is not None:
@@ -122,7 +159,8 @@ class LossRows:
         return [slice(start, start + self.call.chunk) for start in range(0, len(self.target), self.call.chunk)]
 
     def _logits(self, x: Tensor, part: slice) -> Tensor:
-        return F.linear(x[part], self.call.weight, self.call.bias)
+        with _no_autocast(x.device):
+            return F.linear(x[part], self.call.weight, self.call.bias)
 
     def _loss(self, logits: Tensor, part: slice, reduction: str) -> Tensor:
         target = self.target[part]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -51,6 +50,18 @@ def _is_autocast(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def _without_graph(backward: Callable[[Any, Tensor], tuple[Any, ...]]) -> Callable[[Any, Tensor], tuple[Any, ...]]:
+    """A backward whose result has no gradient of its own. torch's `once_differentiable` would return it as a constant
+    where the gradient it is given needs none."""
+
+    def checked(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise ModelError(f"a gradient of the gradient of the loss (create_graph) is asked for. {_WAY_OUT}")
+        return backward(ctx, gradient)
+
+    return checked
+
+
 class _Linear(torch.autograd.Function):
     """The output layer: its gradient comes as the gradient of logits, or as sums that the loss has taken already."""
 
@@ -59,14 +70,16 @@ class _Linear(torch.autograd.Function):
         is_cast = _is_autocast(x.device) and x.dtype != torch.float64
         dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
         ctx.shape, ctx.dtype = x.shape, x.dtype
+        read = [t for t in (x, weight, bias) if t is not None and t.dtype == dtype]  # the others are copied
         x, weight = x.detach().to(dtype), weight.detach().to(dtype)
         bias = None if bias is None else bias.detach().to(dtype)
         call = HeadCall(x.reshape(-1, x.shape[-1]), weight, bias, chunk, tuple(ctx.needs_input_grad[:3]))
+        call.reads(read)
         ctx.call = call
         return HeadOutput(call, None, (*x.shape[:-1], weight.shape[0]), x.dim() - 1, x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @_without_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         call: HeadCall = ctx.call
         parts, plain = (gradient.parts, gradient.plain) if isinstance(gradient, HeadGradient) else ([], gradient)
@@ -110,9 +123,11 @@ class HeadOutput(Tensor):
 
     def whole(self) -> Tensor:
         """The logits themselves. Below autograd, which has recorded this tensor as the operation's input."""
+        self.call.check(None if self._whole is None else self)
         if self._whole is None:
             rows = self.call.logits(self.rows).to(self.dtype)
             self._whole = rows.reshape(*self.lead, rows.shape[-1]).movedim(-1, self.class_dim)
+            self.call.keeps(self)
         return self._whole
 
     @classmethod
@@ -127,16 +142,26 @@ class HeadOutput(Tensor):
             if found is not None:
                 return found
         with without_torch_function():
-            if func in _READING and not args[0].requires_grad:
-                return func(args[0].whole(), *args[1:], **kwargs)
+            if func in _READING:
+                whole = args[0].whole().detach().requires_grad_(args[0].requires_grad)
+                return func(whole, *args[1:], **kwargs)
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if schema(func).is_mutable and any(isinstance(arg, HeadOutput) for arg in args):
-            raise ModelError(f"{func} changes the output of the model's last layer in place. {_WAY_OUT}")
+        written = [
+            arg
+            for arg, one in zip(args, schema(func).arguments, strict=False)
+            if one.alias_info and one.alias_info.is_write
+        ]
+        if any(isinstance(arg, HeadOutput) for arg in written) or func is torch.ops.aten.as_strided.default:
+            raise ModelError(f"{func} changes the logits in place, or reads them by their storage. {_WAY_OUT}")
+        if any(one.alias_info for one in schema(func).returns):
+            for arg in args:
+                if isinstance(arg, HeadOutput):
+                    arg.call.viewed.append(arg)
         args, kwargs = map_tensors((args, kwargs or {}), lambda t: t.whole() if isinstance(t, HeadOutput) else t)
         return func(*args, **kwargs)
 
@@ -155,7 +180,7 @@ class _Rows(torch.autograd.Function):
         return HeadOutput(source.call, rows, shape, class_dim, dtype)
 
     @staticmethod
-    @once_differentiable
+    @_without_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         shape, class_dim, dtype = ctx.source
         parts, plain = (gradient.parts, gradient.plain) if isinstance(gradient, HeadGradient) else ([], gradient)
@@ -240,7 +265,7 @@ _Arranged = tuple[Tensor | None, Sequence[int], int, torch.dtype] | None
 
 
 def _reshaped(func: Any, source: HeadOutput, *args: Any, **kwargs: Any) -> _Arranged:
-    if source.class_dim != source.dim() - 1 or any(isinstance(arg, torch.dtype) for arg in args):
+    if source.class_dim != source.dim() - 1 or any(isinstance(arg, torch.dtype) for arg in [*args, *kwargs.values()]):
         return None
     shape = func(torch.empty(source.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != source.shape[-1]:
@@ -258,7 +283,7 @@ def _moved(func: Any, source: HeadOutput, *args: Any, **kwargs: Any) -> _Arrange
 
 def _indexed(func: Any, source: HeadOutput, key: Any) -> _Arranged:
     keys = list(key) if isinstance(key, tuple) else [key]
-    if source.class_dim != source.dim() - 1 or any(isinstance(one, list) for one in keys):
+    if source.class_dim != source.dim() - 1 or not all(_is_plain_key(one) for one in keys):
         return None
     taken = [one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1 for one in keys]
     taken = [0 if one is None or one is Ellipsis else size for one, size in zip(keys, taken, strict=True)]
@@ -270,6 +295,12 @@ def _indexed(func: Any, source: HeadOutput, key: Any) -> _Arranged:
     lead = source.lead
     local = torch.arange(torch.Size(lead).numel(), device=source.device).reshape(lead)[tuple(keys)]
     return local, (*local.shape, source.shape[-1]), local.dim(), source.dtype
+
+
+def _is_plain_key(key: Any) -> bool:
+    if isinstance(key, Tensor):
+        return key.dtype in (torch.bool, torch.int64)
+    return key is None or key is Ellipsis or isinstance(key, slice) or type(key) is int
 
 
 def _unchanged(func: Any, source: HeadOutput, *args: Any, **kwargs: Any) -> _Arranged:
@@ -331,6 +362,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, input: HeadOutput, target: Tensor, reduction: str, options: dict[str, Any]) -> Tensor:
         is_widened = _is_autocast(input.device) and input.dtype in HALF_TYPES  # as autocast does with this loss
         dtype = torch.float32 if is_widened else input.dtype
+        input.call.check(None)
         input.call.is_chunked = True
         ctx.facts = (input.shape, input.dtype, input.device)
         ctx.rows = LossRows(input.call, input.rows, target, dtype, options)
@@ -344,7 +376,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @_without_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         by_rows = ctx.sums is None  # of each row its own gradient, which is only now known
         sums = ctx.rows.sums(gradient.reshape(-1)) if by_rows else ctx.sums.times(gradient)

@@ -70,6 +70,22 @@ def heads_to_chunk(
     names = large_heads(weights.model, world.layout, config, task)
     if not names:
         return []
+    found = _probe(names, weights, world, task, run, example)
+    if found is None:  # perhaps for another layer, whose result is changed in place
+        found = [name for name in names if _probe([name], weights, world, task, run, example)]
+    if not found and config.chunked_loss != "auto":
+        raise StrategyError(
+            f"chunked_loss={config.chunked_loss}: no linear layer's output goes into cross_entropy and nowhere else, "
+            "as far as a run without values can tell."
+        )
+    return found
+
+
+def _probe(
+    names: list[str], weights: Weights, world: World, task: Task, run: Callable[[nn.Module, Any], Any], example: Any
+) -> list[str] | None:
+    """Those of the layers whose output goes into a cross entropy alone; None if the run fails."""
+    assert weights.model is not None
     probe = meta_copy(weights.model)
     calls: dict[str, list[HeadCall]] = {name: [] for name in names}
     for name in names:
@@ -90,14 +106,8 @@ def heads_to_chunk(
     try:
         trace_forward(probe, take_loss, lambda *_: False, device=world.device, mode=mode, may_decide=lambda *_: True)
     except Exception:
-        calls = {}  # the loss looks at values: what it does with its logits cannot be told
-    found = [name for name, made in calls.items() if made and all(c.is_chunked and not c.is_whole for c in made)]
-    if not found and config.chunked_loss != "auto":
-        raise StrategyError(
-            f"chunked_loss={config.chunked_loss}: no linear layer's output goes into cross_entropy and nowhere else, "
-            "as far as a run without values can tell."
-        )
-    return found
+        return None  # the loss looks at values, or changes logits: what it does with them cannot be told
+    return [name for name, made in calls.items() if made and all(c.is_chunked and not c.is_whole for c in made)]
 
 
 def chunk_heads(model: nn.Module, names: list[str], config: RunConfig) -> None:
