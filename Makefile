@@ -4,24 +4,29 @@ BIN := .venv/bin
 
 .PHONY: demo system test test-all lint docs ladder bench bench-gpu bench-images bench-bubble bench-checkpoint bench-compression bench-strategies bench-faults bench-endurance bench-load chaos clean
 
+# Modules are compiled when they are first imported, and kept: pip would take minutes to compile all of them, and without
+# keeping them every process of a test would compile its own.
+INSTALL := $(BIN)/pip install --quiet --no-compile --editable
+unexport PYTHONDONTWRITEBYTECODE
+
 .venv/pyvenv.cfg:
 	$(PYTHON) -m venv .venv
 
 .venv/rung: pyproject.toml | .venv/pyvenv.cfg
-	$(BIN)/pip install --quiet --editable ".[examples]"
+	$(INSTALL) ".[examples]"
 	touch $@
 
 # In one call: pip takes a minute to decide on versions, and does not remember them.
 .venv/dev: pyproject.toml | .venv/pyvenv.cfg
-	$(BIN)/pip install --quiet --editable ".[dev,examples,models]"
+	$(INSTALL) ".[dev,examples,models]"
 	touch .venv/rung $@
 
 .venv/bench: .venv/rung
-	$(BIN)/pip install --quiet --editable ".[bench,examples]"
+	$(INSTALL) ".[bench,examples]"
 	touch $@
 
 .venv/docs: .venv/rung
-	$(BIN)/pip install --quiet --editable ".[docs,examples]"
+	$(INSTALL) ".[docs,examples]"
 	touch $@
 
 demo: .venv/rung

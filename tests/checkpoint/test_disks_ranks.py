@@ -274,7 +274,7 @@ def test_a_run_whose_weights_are_gone_at_its_end_has_not_succeeded(
     (tmp_path / "task.py").write_text(_task())
     assert main(["train", str(tmp_path / "task.py"), "--steps", "3", "--out", str(tmp_path / "run")]) == 1
     told = capsys.readouterr()
-    assert "all 3 steps are done, but" in told.err and "somebody has removed" in told.err
+    assert "all 3 steps are done, but" in told.err and "it was removed" in told.err
     assert "results:" not in told.out
 
 

@@ -24,6 +24,7 @@ from rung.system.launcher_env import environment_size
 from rung.train.checkpointing import Checkpointing
 from rung.train.worker import make_batches
 from tests.checkpoints import legs, one_leg
+from tests.gpu.loss_kernel import loss_kernel
 from tests.harness import RankFailed, on_ranks
 from tests.host_weights import build, gradients
 from tests.parity import by_hand, largest_difference, with_rung
@@ -345,6 +346,10 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
     add("single gpt compiled", matches_cpu, "single", "gpt", 1, compile=True)
     add("ddp gpt compiled", matches_cpu, "ddp", "gpt", 1, compile=True)
     add("zero3 gpt compiled", matches_cpu, "zero3", "gpt", 1, compile=True)
+    add("kernel of the chunked loss", loss_kernel)
+    add("single gpt loss in chunks", matches_cpu, "single", "gpt", 1, chunked_loss="5")
+    add("zero3 gpt loss in chunks 2 ranks gloo", matches_cpu, "zero3", "gpt", 2, chunked_loss="5")
+    add("single gpt loss in chunks, compiled", matches_cpu, "single", "gpt", 1, chunked_loss="5", compile=True)
     add("single images workers pinned", matches_cpu, "single", "images", 1, workers=2)
     for workers in (0, 2):
         add(f"batches of {workers} workers are pinned", batches_are_pinned, workers)

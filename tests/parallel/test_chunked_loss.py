@@ -44,7 +44,7 @@ def flat(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(logits.view(-1, CLASSES), target.view(-1), **options)
 
 
-WEIGHTS = torch.rand(CLASSES, dtype=torch.float64) + 0.5
+WEIGHTS = torch.linspace(0.5, 1.5, CLASSES, dtype=torch.float64)
 LOSSES: dict[str, Loss] = {
     "mean": flat,
     "sum": lambda y, t: flat(y, t, reduction="sum"),
@@ -99,6 +99,23 @@ def test_value_and_gradients_are_torch_s_own(name: str, rows: int) -> None:
         torch.testing.assert_close(own, other, rtol=near, atol=near)
 
 
+def test_classes_that_cannot_be() -> None:
+    """Their logits are -inf, and a loss may be larger than the logarithm of the smallest number."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.view(-1, CLASSES), torch.full((BATCH * LENGTH,), 2))
+
+    for value in (-1e4, -torch.inf):
+        layers = [head(), chunked(head(), 4)]
+        for layer in layers:
+            assert layer.bias is not None
+            layer.bias.data[1:3] = torch.tensor([value, -200.0])
+        (expected, gradients), (found, others) = (outcome(layer, loss) for layer in layers)
+        assert 150 < float(expected) < 250
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(others, gradients)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_logits_are_not_computed(name: str) -> None:
     seen: list[HeadOutput] = []
@@ -129,7 +146,16 @@ def test_without_gradients_the_value_is_the_same() -> None:
         torch.testing.assert_close(output.argmax(-1), head()(x).argmax(-1))
         assert (output.numpy() == head()(x).numpy()).all()
         assert output.tolist() == head()(x).tolist()
+        torch.testing.assert_close(torch.from_dlpack(chunked(head())(x)), head()(x))
         torch.testing.assert_close(pickle.loads(pickle.dumps(output)), head()(x))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+def test_anomalies_are_detected() -> None:
+    with torch.autograd.detect_anomaly():
+        torch.testing.assert_close(outcome(chunked(head()), flat), outcome(head(), flat))
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            outcome(chunked(head()), lambda y, t: flat(y, t) * torch.tensor(torch.nan))
 
 
 def test_a_mean_over_nothing_is_nan_as_in_torch() -> None:

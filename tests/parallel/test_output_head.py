@@ -16,6 +16,7 @@ from rung.errors import RungError
 from rung.parallel.chunked_loss import ChunkedLinear
 from rung.planner.dryrun import dry_run
 from rung.planner.memory import find_peak
+from rung.planner.trace import Work
 from rung.runtime import build_runtime
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
@@ -90,7 +91,6 @@ def test_logits_with_another_use_stay(task: Task) -> None:
     ("strategy", "num_ranks", "settings", "reason"),
     [
         ("tp2", 2, {}, "cuts the output layer"),
-        ("single", 1, {"compile": True}, "with --compile under single, where the loss is compiled"),
         ("single", 1, {"precision": "fp16"}, "with --precision fp16"),
         ("zero3", 2, {"shard_by": "size:1K"}, "in a unit, whose weights are gone before the loss"),
     ],
@@ -116,8 +116,11 @@ def test_a_layer_whose_result_is_changed_in_place_does_not_hide_the_other() -> N
     assert heads(text_task(model=InPlace))[0] == ["head"]
 
 
-def test_where_blocks_are_compiled_the_loss_is_not() -> None:
-    assert heads(text_task(model=Untied), "zero3", 2, compile=True)[0] == ["head"]
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp", 2), ("zero3", 2)])
+def test_a_compiled_model_is_compiled_by_blocks(strategy: str, num_ranks: int) -> None:
+    found, (note,) = heads(text_task(model=Untied), strategy, num_ranks, compile=True)
+    assert found == ["head"]
+    assert "not kept, and the model is compiled block by block" in note
 
 
 def test_a_loss_of_the_whole_batch_needs_the_logits() -> None:
@@ -141,3 +144,15 @@ def test_a_plan_sees_the_memory_that_is_saved() -> None:
     logits = 64 * 64 * LARGE * 4
     assert peak("never") > 2 * logits
     assert peak("512") < logits
+
+
+def test_a_plan_for_a_gpu_sees_the_kernel_and_its_products() -> None:
+    tokens = torch.zeros(8, 64, dtype=torch.long)
+    task = text_task(model=lambda: TinyGPT(LARGE, 32, 1, 64), train_data=lambda: TensorDataset(tokens, tokens))
+    config = RunConfig(batch_size=8, precision="bf16", chunked_loss="128")
+    run = dry_run(task, parse("single", 1), config, device="cuda")
+    works = [event for event in run.trace.events if isinstance(event, Work)]
+    assert sum(one.name == "rung::softmax_gradient_" for one in works) == 2 * 4  # chunks of two steps
+    products = [one for one in works if one.name == "addmm" and one.flops == 2 * 128 * 32 * LARGE]
+    assert {one.dtype for one in products} == {"bfloat16"}  # though the sum is in fp32
+    assert len(products) == 2 * 4

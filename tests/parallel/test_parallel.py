@@ -48,7 +48,7 @@ def test_fused_is_chosen_where_the_task_leaves_it_open() -> None:
     model = TinyCNN()
 
     def build(make: Any, fused: bool = True) -> Any:
-        return make_optimizer(image_task(optimizer=make), model, fused=fused)
+        return make_optimizer(image_task(optimizer=make), model, fused=fused)[0]
 
     groups = [{"params": model.head.parameters(), "lr": 0.5}, {"params": model.first.parameters()}]
     adamw = build(lambda m: torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), weight_decay=0.3))
@@ -67,7 +67,8 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is() -> None:
         pass
 
     model = TinyCNN()
-    assert type(make_optimizer(image_task(optimizer=lambda m: Own(m.parameters(), lr=1)), model, fused=True)) is Own
+    found, _ = make_optimizer(image_task(optimizer=lambda m: Own(m.parameters(), lr=1)), model, fused=True)
+    assert type(found) is Own
 
 
 def test_clipping_is_torch_s_own() -> None:

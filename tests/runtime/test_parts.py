@@ -28,6 +28,13 @@ def test_no_class_of_the_package_is_large() -> None:
     assert large.keys() == OF_TORCH, large
 
 
+def test_no_class_name_is_used_twice() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    at_top = [(one.name, path) for path, tree in trees.items() for one in tree.body if isinstance(one, ast.ClassDef)]
+    names = [name for name, _ in at_top]
+    assert not [(name, str(path)) for name, path in at_top if names.count(name) > 1]
+
+
 def test_no_class_inherits_protected_methods_of_another() -> None:
     known = _classes(PACKAGE / "runtime")
     for name, one in known.items():

@@ -96,6 +96,13 @@ def test_a_compiled_model_gives_the_same_numbers(task: Callable[[], Task]) -> No
     assert largest_difference(expected, with_rung(task, "single", config(steps=2, compile=True))) < 1e-9
 
 
+def test_a_compiled_loss_in_chunks_gives_the_same_numbers() -> None:
+    """Chunks of two sizes. The layer that they are of is a block here, and stays as it is."""
+    expected = by_hand(perceptron_task(), config(steps=2))
+    found = with_rung(perceptron_task, "single", config(steps=2, compile=True, chunked_loss="5"))
+    assert largest_difference(expected, found) < 1e-9
+
+
 # -- odd models --------------------------------------------------------------------------------------------------
 
 

@@ -560,7 +560,7 @@ _KEY = "known to the ranks of a job"
 _KINDS: tuple[tuple[Any, str], ...] = (
     (HostOffer, "host/0"),
     (WorldPlan, "plan"),
-    (LauncherResult, "fate/0"),
+    (LauncherResult, "result/0"),
     (JobResult, "ending"),
 )
 

@@ -334,16 +334,16 @@ def test_a_launcher_goes_on_at_the_store_of_a_machine_that_was_started_again(job
     assert {round_.attempt for round_ in _form(again, second)} == {2}
 
 
-def test_the_fate_of_a_launcher_of_another_job_is_refused(jobs: list[_Launchers]) -> None:
+def test_the_result_of_a_launcher_of_another_job_is_refused(jobs: list[_Launchers]) -> None:
     old, new = ([job.join((2, 2)) for _ in range(2)] for job in jobs)
     for pair in (old, new):
         _form(*pair)
     for rendezvous in old:
         rendezvous.report(LauncherResult("failed", "10.0.0.1", 1, "of another job"))
-    jobs[1].put_back(jobs[0].record(f"{_ROUND}/fate/0", f"{_ROUND}/fate/1"))
+    jobs[1].put_back(jobs[0].record(f"{_ROUND}/result/0", f"{_ROUND}/result/1"))
     for host in (0, 1):
         with pytest.raises(ForgedMessage):
-            new[0]._round_store.get(f"fate/{host}")
+            new[0]._round_store.get(f"result/{host}")
     time.sleep(0.6)
     assert not new[0].peers().results and not new[1].peers().results
 

@@ -28,7 +28,6 @@ from rung.distributed.world import World
 from rung.errors import CheckpointError
 from rung.parallel.materialize import is_absent
 from rung.runtime.base import Runtime
-from rung.runtime.optimizer import members_of
 
 # Options that select a kernel, not its result: the current world's are kept.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
@@ -113,7 +112,7 @@ def small_state(runtime: Runtime) -> dict[str, Any]:
         "optimizer": {
             "class": type(optimizer).__name__,
             "groups": groups,
-            "members": members_of(optimizer),
+            "members": runtime.optimizer_groups,
             "values": values,
             "others": others,
         },
@@ -283,7 +282,7 @@ class Restorer:
             return
         now, old = (
             {name: f"group {number}" for number, names in enumerate(groups) for name in names}
-            for groups in (members_of(self._runtime.optimizer), saved)
+            for groups in (self._runtime.optimizer_groups, saved)
         )
         changed = [name for name in {**old, **now} if now.get(name) != old.get(name)]
         if changed:

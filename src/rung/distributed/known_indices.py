@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+# Computes with real values inside a dispatch mode. torch has no public way out of one.
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.weak import WeakTensorKeyDictionary
 

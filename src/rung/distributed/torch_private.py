@@ -1,10 +1,10 @@
 """Private names of torch that Rung uses, each with the reason why no public name does the job.
 
 All of them are here, except in modules that build on a private interface of torch as a whole: the fake world
-(`fake_world`, `cuda_emulation`), the pickler of RPC (`rpc`), the elastic rendezvous (`launch.rendezvous.state`), the
-stages of a pipeline (`parallel.pipeline.schedule`), styles of tensor parallelism (`parallel.tensor.apply`) and the
-scaler of fp16 (`runtime.optimizer`). `tests/distributed/test_torch_private.py` lists them all. torch 2.11 to 2.13 have
-every name here.
+(`fake_world`, `cuda_emulation`, `known_indices`), the pickler of RPC (`rpc`), the elastic rendezvous
+(`launch.rendezvous.state`), the stages of a pipeline (`parallel.pipeline.schedule`), styles of tensor parallelism
+(`parallel.tensor.apply`) and the scaler of fp16 (`runtime.optimizer`). `tests/distributed/test_torch_private.py` lists
+them all. torch 2.11 to 2.13 have every name here.
 """
 
 from __future__ import annotations

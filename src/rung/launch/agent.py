@@ -326,6 +326,6 @@ class _StoreLost(Exception):
 def _lost_store(policy: ElasticPolicy) -> str:
     port = str(policy.rdzv).rpartition(":")[2]
     return (
-        f"nobody answers at {policy.rdzv} any more, where the machines of this job meet. With `rung rdzv {port}` in a "
-        "process of its own there, the job outlives the loss of any of its machines."
+        f"no process answers at {policy.rdzv} any more, where the machines of this job meet. With `rung rdzv {port}` "
+        "in a process of its own there, the job outlives the loss of any of its machines."
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import faulthandler
 import io
 import json
 import logging
-import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -166,13 +167,24 @@ def _emergency_save(failure: FailureContext, status: StatusWriter, state: Path) 
 
 
 def wait_for_threads() -> None:
+    """As Python does at its end, but not for ever."""
     deadline = time.monotonic() + _THREAD_SECONDS
+    release = threading.Thread(target=_release, daemon=True)
+    release.start()
     others = [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
     for thread in others:
         thread.join(max(0.0, deadline - time.monotonic()))
+    release.join(max(0.0, deadline - time.monotonic()))
     left = [thread.name for thread in others if thread.is_alive()]
     if left:
         logging.getLogger("rung").warning("training is over; threads still running are cut off: %s", ", ".join(left))
+
+
+def _release() -> None:
+    """Let go of what `torch.compile` and others keep for work to come: threads of pools, which wait until they are told
+    that there is none, and semaphores. Python does so when it ends, and has no public name for it."""
+    concurrent.futures.thread._python_exit()
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
 
 
 def redirect_output(path: Path, attempt: str) -> None:

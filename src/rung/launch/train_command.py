@@ -140,8 +140,8 @@ def _run(
         return 0
     if plan.config.save_weights and not (folder / _WEIGHTS).exists():
         raise JobFailed(
-            f"all {summary.steps} steps are done, but {folder / _WEIGHTS} is not there any more: somebody has removed "
-            "it, or the whole directory, while the run came to its end."
+            f"all {summary.steps} steps are done, but {folder / _WEIGHTS} is not there any more: it was removed, "
+            "perhaps with the whole directory, while the run came to its end."
         )
     _say_done(console, summary, folder, time.monotonic() - started)
     return 0
@@ -157,13 +157,13 @@ def _run_as_rank(path: str | Path, plan: PreparedJob, place: LauncherRank, run: 
         folder, is_new = _agree_on_folder(path, plan, external_job, run)
         started = time.monotonic()
 
-        def farewell(summary: Summary, console: Console) -> None:
+        def print_end(summary: Summary, console: Console) -> None:
             if summary.stopped:
                 _say(console, _stop_message(Stopped(summary.steps, is_saved=True), path, folder))
             else:
                 _say_done(console, summary, folder, time.monotonic() - started)
 
-        run_rank(_job(path, plan, folder, is_resumed=not is_new), external_job, plan.policy, farewell)
+        run_rank(_job(path, plan, folder, is_resumed=not is_new), external_job, plan.policy, print_end)
 
 
 def _agree_on_folder(

@@ -26,7 +26,7 @@ from rung.parallel.dropout import NoDropout, turn_off_dropout, without_dropout
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.host_weights import HostWeights
 from rung.parallel.materialize import Weights, is_absent
-from rung.parallel.output_head import chunk_heads, heads_to_chunk, settle_heads
+from rung.parallel.output_head import chunk_heads, heads_to_chunk, settle_heads, without_heads
 from rung.parallel.pipeline.partition import Stages, crossing, cut, lies_in, parts_of
 from rung.parallel.pipeline.stage_forward import StageExecutor, StagePart, places_of
 from rung.parallel.sharding import Sharding, choose_units, gathered_type, without_shared
@@ -55,6 +55,7 @@ class ParallelModel:
     places: dict[str, int] = field(default_factory=dict)  # tensor -> the parameter server that holds it
     remote: dict[str, int] = field(default_factory=dict)  # module -> the server that runs it for trainers
     elsewhere: set[str] = field(default_factory=set)  # modules that other ranks run, of a pipeline's other stages
+    compiles_blocks: bool = False  # each by itself; else the runtime compiles the model with its loss
 
     @property
     def is_divided(self) -> bool:
@@ -126,8 +127,9 @@ def parallelize(
         recomputing = None if config.dropout or config.compile else NoDropout
         apply_activation_checkpointing(whole, config.activation_checkpointing, recomputing)
 
-    if config.compile and compiles_blocks(layout):  # the runtime compiles whole models
-        for block in _whole_blocks(parallel, blocks):
+    parallel.compiles_blocks = compiles_blocks(layout) or bool(heads)  # a loss in chunks is not compiled as a whole
+    if config.compile and parallel.compiles_blocks:
+        for block in without_heads(_whole_blocks(parallel, blocks), model, heads):
             if layout.pp > 1:  # StageExecutor wraps `forward` later, and `block.compile` would compile its wrapper too
                 block.forward = torch.compile(block.forward)
             else:
@@ -137,9 +139,9 @@ def parallelize(
         for block in _whole_blocks(parallel, blocks):
             reuse.wrap(block)
 
-    chunk_heads(model, heads, config)
+    chunk_heads(model, heads, config, world)
     _make_units(parallel, weights, world, config, blocks)
-    parallel.notes += settle_heads(model, heads, config)
+    parallel.notes += settle_heads(model, heads, config, world)
     return parallel
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from rung.distributed.torch_private import version
 from rung.errors import ModelError
+from rung.parallel.softmax_kernel import add_product_, softmax_gradient_
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -21,6 +22,54 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Types are chosen by the caller."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def _loss_and_gradient(
+    logits: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    has_kernel: bool,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    """The sum of the cross entropies of some rows, and its gradient times a scale (one, or one for each row).
+
+    As `F.cross_entropy` and its backward in `dtype`, with fewer passes over the logits, which may become the gradient.
+    """
+    counted = target != ignore_index
+    index = torch.where(counted, target, 0).long()  # an ignored target may be no class at all
+    share = counted.to(dtype) if weight is None else counted * weight[index].to(dtype)
+    factor = share * scale
+    at_target = logits.gather(1, index.unsqueeze(1)).squeeze(1).to(dtype)
+    mean = logits.mean(1, dtype=dtype) if label_smoothing else None
+
+    if has_kernel and dtype == torch.float32 and logits.dtype in (torch.float32, torch.bfloat16):
+        log_sum, gradient = softmax_gradient_(logits, index, factor, label_smoothing), logits
+    else:
+        log_sum, gradient = _softmax_gradient(logits, index, factor, label_smoothing)
+
+    each = log_sum - at_target
+    if mean is not None:
+        each = (1 - label_smoothing) * each + label_smoothing * (log_sum - mean)
+    return torch.where(counted, each * share, 0).sum(), gradient
+
+
+def _softmax_gradient(logits: Tensor, index: Tensor, factor: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """What the kernel computes, by operations of torch, in the type of the factor. Probabilities become the gradient in
+    place."""
+    best, place = logits.max(1, keepdim=True)
+    probability = torch.softmax(logits, 1, dtype=factor.dtype)
+    log_sum = (best.to(factor.dtype) - probability.gather(1, place).log()).squeeze(1)  # the best one is never tiny
+    if smoothing:
+        probability -= smoothing / logits.shape[1]
+    hit = torch.full_like(log_sum, smoothing - 1).unsqueeze(1)
+    probability.scatter_add_(1, index.unsqueeze(1), hit)
+    gradient = torch.empty_like(logits)
+    torch.mul(probability, factor.unsqueeze(1), out=gradient)
+    return log_sum, gradient
 
 
 @dataclass(eq=False)
@@ -44,13 +93,16 @@ class HeadCall:
     weight: Tensor
     bias: Tensor | None
     chunk: int  # rows
+    has_kernel: bool
     needs: tuple[bool, bool, bool] = (False, False, False)  # gradients of these three
     is_chunked: bool = False  # a loss was computed from it in chunks
     is_whole: bool = False  # its logits were computed
-    # With the version that was read:
+    viewed: list[Tensor] = field(
+        default_factory=list
+    )  # logits with views: kept, because their version tells of a write to a view
+    # With the version that was read or made: what the logits are computed from, and tensors that stand for them.
     _sources: list[tuple[Tensor, int]] = field(default_factory=list)
-    viewed: list[Tensor] = field(default_factory=list)  # such tensors that have views, which may be written to
-    _computed: list[tuple[ReferenceType[Tensor], int]] = field(default_factory=list)  # tensors that stand for logits
+    _computed: list[tuple[ReferenceType[Tensor], int]] = field(default_factory=list)
 
     def logits(self, rows: Tensor | None) -> Tensor:
         """Those of some rows."""
@@ -91,7 +143,7 @@ class HeadCall:
 
 @dataclass(eq=False)
 class LossRows:
-    """The rows of one loss. Each chunk's loss and gradient are torch's own."""
+    """The rows of one loss."""
 
     call: HeadCall
     rows: Tensor | None
@@ -117,7 +169,7 @@ class LossRows:
         """The sum of all losses, times the scale, and the gradients of the output layer."""
         losses = [torch.zeros((), dtype=self.dtype, device=self.target.device)]
         if needs_gradient:
-            sums = self._sums("sum", lambda part: scale, losses.append)
+            sums = self._sums(lambda part: scale, losses.append)
         else:
             x, sums = self._inputs(), None
             losses += [self._loss(self._logits(x, part), part, "sum") for part in self._parts()]
@@ -125,9 +177,9 @@ class LossRows:
 
     def sums(self, upstream: Tensor) -> HeadSums:
         """The gradients of the output layer, from those of each row's loss."""
-        return self._sums("none", lambda part: upstream[part], lambda loss: None)
+        return self._sums(lambda part: upstream[part], lambda loss: None)
 
-    def _sums(self, reduction: str, upstream: Callable[[slice], Tensor], on_loss: Callable[[Tensor], None]) -> HeadSums:
+    def _sums(self, upstream: Callable[[slice], Tensor], on_loss: Callable[[Tensor], None]) -> HeadSums:
         call, x = self.call, self._inputs()
         needs_x, needs_weight, needs_bias = call.needs
         wide = torch.float32 if call.weight.dtype in HALF_TYPES else call.weight.dtype
@@ -135,17 +187,23 @@ class LossRows:
         dw = torch.zeros_like(call.weight, dtype=wide) if needs_weight else None
         db = torch.zeros_like(call.weight[:, 0], dtype=wide) if needs_bias else None
         for part in self._parts():
-            logits = self._logits(x, part)
-            with torch.enable_grad():
-                loss = self._loss(logits.requires_grad_(), part, reduction)
-            (gradient,) = torch.autograd.grad(loss, logits, upstream(part))
-            on_loss(loss.detach())
-            del loss, logits
+            loss, gradient = _loss_and_gradient(
+                self._logits(x, part),
+                self.target[part],
+                upstream(part),
+                self.dtype,
+                has_kernel=call.has_kernel,
+                **self.options,
+            )
+            on_loss(loss)
             with _no_autocast(x.device):
                 if dx is not None:
                     torch.mm(gradient, call.weight, out=dx[part])
                 if dw is not None:
-                    dw += gradient.t() @ x[part]
+                    if call.has_kernel:
+                        add_product_(dw, gradient.t(), x[part])
+                    else:
+                        dw += gradient.t() @ x[part]
             if db is not None:
                 db += gradient.sum(0, dtype=wide)
         if dx is not None and self.rows is not None:

@@ -21,7 +21,8 @@ from rung.distributed.torch_private import make_wrapper, schema, without_torch_f
 from rung.errors import ModelError
 from rung.parallel.chunked_cross_entropy import HALF_TYPES, HeadCall, HeadSums, LossRows
 
-CHUNK_BYTES = 2**27  # of logits in fp32: large enough to keep a GPU busy, small beside a model
+# Of a chunk. With fewer rows a GPU takes longer to add to the weight's gradient than it saves in memory.
+LEAST_BYTES, LEAST_ROWS_OF_KERNEL = 2**27, 4096  # bytes as if in fp32
 _WAY_OUT = "--set chunked_loss=never keeps the logits."
 
 
@@ -31,19 +32,21 @@ _WAY_OUT = "--set chunked_loss=never keeps the logits."
 class ChunkedLinear(nn.Linear):
     """An output layer whose result may be a `HeadOutput`. Made from a `nn.Linear` by its class alone."""
 
-    rows_per_chunk: int | None  # None: as many as `CHUNK_BYTES` hold
+    rows_per_chunk: int | None
+    has_kernel = False  # of softmax_kernel.py
     is_chunked = True
     takes_few = False  # rows that fit into one chunk
 
     def forward(self, input: Tensor) -> Tensor:
         num_rows = input.numel() // max(1, self.in_features)
-        chunk = self.rows_per_chunk or max(1, CHUNK_BYTES // (4 * self.out_features))
+        least = LEAST_ROWS_OF_KERNEL if self.has_kernel else 1
+        chunk = self.rows_per_chunk or max(least, LEAST_BYTES // (4 * self.out_features))
         is_cut = isinstance(input, DTensor) or isinstance(self.weight, DTensor)
         is_mixed = input.dtype != self.weight.dtype and not _is_autocast(input.device)  # an error
         is_small = num_rows <= chunk and not self.takes_few
         if not self.is_chunked or is_small or is_cut or is_mixed:
             return super().forward(input)
-        return _Linear.apply(input, self.weight, self.bias, chunk)  # type: ignore[no-any-return, no-untyped-call]
+        return _OutputLayer.apply(input, self.weight, self.bias, chunk, self.has_kernel)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _is_autocast(device: torch.device) -> bool:
@@ -62,18 +65,18 @@ def _without_graph(backward: Callable[[Any, Tensor], tuple[Any, ...]]) -> Callab
     return checked
 
 
-class _Linear(torch.autograd.Function):
+class _OutputLayer(torch.autograd.Function):
     """The output layer: its gradient comes as the gradient of logits, or as sums that the loss has taken already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, has_kernel: bool) -> Tensor:
         is_cast = _is_autocast(x.device) and x.dtype != torch.float64
         dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
         ctx.shape, ctx.dtype = x.shape, x.dtype
         read = [t for t in (x, weight, bias) if t is not None and t.dtype == dtype]  # the others are copied
         x, weight = x.detach().to(dtype), weight.detach().to(dtype)
         bias = None if bias is None else bias.detach().to(dtype)
-        call = HeadCall(x.reshape(-1, x.shape[-1]), weight, bias, chunk, tuple(ctx.needs_input_grad[:3]))
+        call = HeadCall(x.reshape(-1, x.shape[-1]), weight, bias, chunk, has_kernel, tuple(ctx.needs_input_grad[:3]))
         call.reads(read)
         ctx.call = call
         return HeadOutput(call, None, (*x.shape[:-1], weight.shape[0]), x.dim() - 1, x.dtype)
@@ -87,7 +90,7 @@ class _Linear(torch.autograd.Function):
             whole = plain.reshape(-1, plain.shape[-1]).to(call.x.dtype)
             parts = [*parts, call.sums(whole)]
         dx, dw, db = (_total([getattr(part, name) for part in parts]) for name in ("x", "weight", "bias"))
-        return None if dx is None else dx.reshape(ctx.shape).to(ctx.dtype), dw, db, None
+        return None if dx is None else dx.reshape(ctx.shape).to(ctx.dtype), dw, db, None, None
 
 
 def _total(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -166,7 +169,7 @@ class HeadOutput(Tensor):
         return func(*args, **kwargs)
 
 
-class _Rows(torch.autograd.Function):
+class _Rearrangement(torch.autograd.Function):
     """Another arrangement of the rows of a `HeadOutput`, or some of them."""
 
     @staticmethod
@@ -230,6 +233,10 @@ class HeadGradient(Tensor):
             parts = [part for arg in args if isinstance(arg, HeadGradient) for part in arg.parts]
             plain = _total([arg.plain if isinstance(arg, HeadGradient) else arg for arg in args])
             return HeadGradient(parts, plain, first.shape, first.dtype, first.device)
+        if func is torch.ops.aten.isnan.default:  # `detect_anomaly` asks whether there is any
+            own: HeadGradient = args[0]
+            held = [own.plain, *(t for part in own.parts for t in (part.x, part.weight, part.bias))]
+            return torch.stack([tensor.isnan().any() for tensor in held if tensor is not None])
         raise ModelError(
             f"{func} reads the gradient of the logits, perhaps in a hook, and it is not computed as such. {_WAY_OUT}"
         )
@@ -239,6 +246,7 @@ class HeadGradient(Tensor):
 _READING = {
     Tensor.numpy,
     Tensor.__array__,
+    Tensor.__dlpack__,
     Tensor.tolist,
     Tensor.__reduce_ex__,
     Tensor.data_ptr,
@@ -258,7 +266,7 @@ def _rearranged(func: Any, source: HeadOutput, *args: Any, **kwargs: Any) -> Ten
     if local is None and torch.Size(shape) == source.shape and class_dim == source.class_dim and dtype == source.dtype:
         return source
     flat = None if local is None else local.reshape(-1)
-    return _Rows.apply(source, flat, shape, class_dim, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _Rearrangement.apply(source, flat, shape, class_dim, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 _Arranged = tuple[Tensor | None, Sequence[int], int, torch.dtype] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,7 +20,8 @@ from rung.parallel.forward_trace import trace_forward
 from rung.parallel.materialize import Weights
 from rung.parallel.model_copy import meta_copy
 from rung.parallel.pipeline.partition import lies_in
-from rung.spec.abilities import compiles_blocks, why_not
+from rung.parallel.softmax_kernel import why_no_kernel
+from rung.spec.abilities import why_not
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import Task, split_batch
@@ -47,8 +49,6 @@ def _why_not(config: RunConfig, layout: Layout, task: Task) -> str | None:
     asked = f"chunked_loss={config.chunked_loss}"
     if (reason := why_not(layout, "chunked_loss", asked)) is not None:
         return reason
-    if config.compile and not compiles_blocks(layout):
-        return f"{asked} is not possible with --compile under {layout.name}, where the loss is compiled: leave one out."
     if config.precision == "fp16":
         return (
             f"{asked} is not possible with --precision fp16, whose gradients must be scaled before they are rounded: "
@@ -89,7 +89,7 @@ def _probe(
     probe = meta_copy(weights.model)
     calls: dict[str, list[HeadCall]] = {name: [] for name in names}
     for name in names:
-        _chunk(probe.get_submodule(name), rows=1, takes_few=True)
+        _chunk(probe.get_submodule(name), rows=sys.maxsize, takes_few=True)
 
         def note(module: nn.Module, given: Any, output: Any, name: str = name) -> None:
             if isinstance(output, HeadOutput):
@@ -110,13 +110,20 @@ def _probe(
     return [name for name, made in calls.items() if made and all(c.is_chunked and not c.is_whole for c in made)]
 
 
-def chunk_heads(model: nn.Module, names: list[str], config: RunConfig) -> None:
+def without_heads(blocks: list[nn.Module], model: nn.Module, names: list[str]) -> list[nn.Module]:
+    """The blocks that can be compiled: a compiled layer would have to compute its logits."""
+    heads = {model.get_submodule(name) for name in names}
+    return [block for block in blocks if heads.isdisjoint(block.modules())]
+
+
+def chunk_heads(model: nn.Module, names: list[str], config: RunConfig, world: World) -> None:
     """Let these layers compute their loss in chunks. Before others wrap their `forward`."""
     for name in names:
-        _chunk(model.get_submodule(name), None if config.chunked_loss == "auto" else int(config.chunked_loss))
+        rows = None if config.chunked_loss == "auto" else int(config.chunked_loss)
+        _chunk(model.get_submodule(name), rows, has_kernel=why_no_kernel(world) is None)
 
 
-def settle_heads(model: nn.Module, names: list[str], config: RunConfig) -> list[str]:
+def settle_heads(model: nn.Module, names: list[str], config: RunConfig, world: World) -> list[str]:
     """Leave out layers that FSDP has in a unit below the root: it frees their weights when the unit's forward ends,
     which is before the loss. Returns what to tell the user."""
     units = {name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
@@ -124,7 +131,12 @@ def settle_heads(model: nn.Module, names: list[str], config: RunConfig) -> list[
     for name in names:
         cast(ChunkedLinear, model.get_submodule(name)).is_chunked = name in kept
     if kept:
-        return [f"cross entropy in chunks: the logits of {', '.join(kept)} are not kept; chunked_loss=never keeps them"]
+        compiled = ", and the model is compiled block by block" if config.compile else ""
+        left = f"the logits of {', '.join(kept)} are not kept{compiled}"
+        lines = [f"cross entropy in chunks: {left}; chunked_loss=never keeps them"]
+        if world.device_type == "cuda" and (reason := why_no_kernel(world)) is not None:
+            lines.append(f"cross entropy in chunks: without its kernel, which is slower: {reason}")
+        return lines
     if names and config.chunked_loss != "auto":
         raise StrategyError(
             f"chunked_loss={config.chunked_loss}: FSDP has {', '.join(names)} in a unit, whose weights are gone before "
@@ -133,8 +145,8 @@ def settle_heads(model: nn.Module, names: list[str], config: RunConfig) -> list[
     return []
 
 
-def _chunk(head: nn.Module, rows: int | None, *, takes_few: bool = False) -> None:
+def _chunk(head: nn.Module, rows: int | None, *, takes_few: bool = False, has_kernel: bool = False) -> None:
     """By its class alone: what others keep of the module, such as hooks and tied weights, stays."""
     head.__class__ = ChunkedLinear
     chunked = cast(ChunkedLinear, head)
-    chunked.rows_per_chunk, chunked.takes_few = rows, takes_few
+    chunked.rows_per_chunk, chunked.takes_few, chunked.has_kernel = rows, takes_few, has_kernel

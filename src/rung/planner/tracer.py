@@ -48,6 +48,11 @@ def _grouped_product(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> 
     return 2 * left.numel() // groups * right.shape[-1]
 
 
+def _added_product(total: Tensor, left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    """torch's table does not know of a type for the result."""
+    return 2 * left.numel() * right.shape[-1]
+
+
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 # What torch's table lacks: attention on the CPU, grouped queries, grouped products.
@@ -55,7 +60,7 @@ _FLOPS: dict[str, Callable[..., int]] = {
     f"aten::_scaled_dot_product_{kernel}{suffix}": _with_all_heads(flop_registry[packet], query)
     for kernel in ("flash_attention", "flash_attention_for_cpu", "cudnn_attention")
     for suffix, packet, query in (("", _ATTENTION, 0), ("_backward", _ATTENTION_BACKWARD, 1))
-} | {"aten::_grouped_mm": _grouped_product}
+} | {"aten::_grouped_mm": _grouped_product, "aten::addmm": _added_product}
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _READS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index.Tensor", "aten::nll_loss_forward")
 
@@ -165,6 +170,8 @@ class Tracer(Recorder):
         num_bytes = sum(_num_bytes(t) for t in (*seen, *(written or outputs)))
         num_calls, self._num_calls = self._num_calls, 0
         main = next((t for t in (*outputs, *inputs) if t.is_floating_point()), None)
+        if flops:  # a product takes the time of its factors' type, also if it is added in a wider one
+            main = min((t for t in inputs if t.is_floating_point()), key=lambda t: t.itemsize, default=main)
         if name in _CONVOLUTIONS and _argument(func, args, kwargs, "groups") > 1:
             name += "_grouped"  # a kernel of its own
         if _argument(func, args, kwargs, "dropout_p"):

@@ -90,13 +90,13 @@ def build_runtime(
         if layout.zero == 1 and not layout.uses_fully_shard:
             update = ShardedUpdate(parallel.model, world.axis("dp_shard"))
             with update.as_parameters():  # the task's optimizer gets this rank's slices
-                optimizer = make(task, parallel.model)
+                optimizer, groups = make(task, parallel.model)
         else:
             update = None
-            optimizer = make(task, parallel.model)
+            optimizer, groups = make(task, parallel.model)
         schedule = make_schedule(task, optimizer, total_steps)
     context = RuntimeContext(
-        task, world, config, parallel, optimizer, schedule, update, facts, status or StatusWriter(), total_steps
+        task, world, config, parallel, optimizer, groups, schedule, update, facts, status or StatusWriter(), total_steps
     )
     return _assemble(context)
 

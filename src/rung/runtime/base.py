@@ -135,6 +135,7 @@ class Runtime(Protocol):
     world: World
     model: nn.Module
     optimizer: Optimizer
+    optimizer_groups: list[list[str]]  # names of all parameters of each group, also of those that other ranks hold
     schedule: LRScheduler | None
     scaler: LocalScaler | None
     total_steps: int | None  # of the schedule

@@ -48,6 +48,7 @@ class RuntimeContext:
     config: RunConfig
     parallel: ParallelModel
     optimizer: Optimizer
+    optimizer_groups: list[list[str]]
     schedule: LRScheduler | None
     sharded_update: ShardedUpdate | None
     facts: ModelFacts
@@ -133,7 +134,8 @@ class ContextRuntime:
         self.context = context
         self.world, self.parallel, self.facts = context.world, context.parallel, context.facts
         self.model, self.optimizer, self.schedule = context.model, context.optimizer, context.schedule
-        self.scaler, self.total_steps = context.scaler, context.total_steps
+        self.optimizer_groups, self.scaler = context.optimizer_groups, context.scaler
+        self.total_steps = context.total_steps
         self.notes, self.updates, self.clock = context.notes, context.updates, context.clock
         update = context.sharded_update
         self.parameter_slices: Mapping[int, nn.Parameter] = update.by_parameter() if update is not None else {}

@@ -21,7 +21,6 @@ from rung.runtime.passes import GradientSync, MicroBatchLoop, no_sync
 from rung.runtime.step import StepParts
 from rung.runtime.update import OptimizerUpdate
 from rung.runtime.weights import gathered_weights
-from rung.spec.abilities import compiles_blocks
 
 
 def mesh_parts(context: RuntimeContext) -> StepParts:
@@ -48,8 +47,8 @@ def whole_model_parts(
 ) -> StepParts:
     """A step of a loop over micro-batches and the task's optimizer on every rank."""
     layout, loss = context.world.layout, ddp if ddp is not None else loss_module(context)
-    if context.config.compile and not compiles_blocks(layout):
-        loss.compile()  # elsewhere `parallelize` compiles block by block
+    if context.config.compile and not context.parallel.compiles_blocks:
+        loss.compile()
     return StepParts(
         MicroBatchLoop(context, loss, sync, is_ddp=ddp is not None),
         OptimizerUpdate(context),

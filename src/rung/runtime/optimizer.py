@@ -25,8 +25,9 @@ _FUSED_ON_SHARDS = (torch.optim.AdamW, torch.optim.Adam)  # DTensor supports no 
 
 def make_optimizer(
     task: Task, model: nn.Module, *, fused: bool, num_ranks: int = 1, allow_unused: bool = False
-) -> Optimizer:
-    """The task's optimizer over the parameters that this rank holds. The task is given the whole model.
+) -> tuple[Optimizer, list[list[str]]]:
+    """The task's optimizer over the parameters that this rank holds, and the names of all in each of its groups. The
+    task is given the whole model.
 
     `allow_unused`: some parameters may get no gradient in a step.
     """
@@ -71,9 +72,8 @@ def make_optimizer(
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in absent]
     optimizer = _fused(optimizer, allow_unused) if fused else optimizer
-    optimizer.rung_members = members  # type: ignore[attr-defined]
     _step_mesh_by_mesh(optimizer)
-    return optimizer
+    return optimizer, members
 
 
 def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> LRScheduler | None:
@@ -138,12 +138,6 @@ class LocalScaler(torch.amp.GradScaler):
             momentum = local_part(optimizer.state[parameter]["momentum_buffer"])
             momentum.masked_fill_(skipped.to(momentum.device).reshape(()) > 0, 0.0)
         return result
-
-
-def members_of(optimizer: Optimizer) -> list[list[str]]:
-    """The parameter names of each group as the task made them, whatever part this rank holds."""
-    members: list[list[str]] = optimizer.rung_members  # type: ignore[attr-defined]
-    return members
 
 
 def local_part(tensor: Tensor) -> Tensor:

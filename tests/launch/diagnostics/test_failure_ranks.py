@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 PLACE, FAULT, RANK, STEP = {place!r}, {fault!r}, {rank!r}, {step!r}
+POOL = []
 OTHERS = {others!r}  # what the other ranks do at the same place
 BATCH = 4
 defaults = {{"batch_size": BATCH, "shuffle": False, "log_every": 1, "device": "cpu"}}
@@ -88,6 +89,11 @@ def strike(place, step=STEP):
         import subprocess
         subprocess.Popen(["sleep", "60"])
         raise ValueError("boom in the task")
+    if FAULT == "leave a pool":
+        from concurrent.futures import ThreadPoolExecutor
+        POOL.append(ThreadPoolExecutor(1))
+        POOL[-1].submit(int).result()
+        return
     if FAULT == "leave a thread":
         threading.Thread(target=time.sleep, args=(60,), name="forgotten").start()
 
@@ -430,6 +436,13 @@ def test_a_thread_that_never_ends_does_not_keep_a_finished_job(launcher: WarmLau
     outcome = launcher.run(tmp_path)
     assert outcome.code == 0
     assert "rank 1: warning: training is over; threads still running are cut off: forgotten" in outcome.output
+
+
+def test_idle_threads_of_a_pool_are_no_reason_for_a_warning(launcher: WarmLauncher, tmp_path: Path) -> None:
+    write_task(tmp_path, "forward", "leave a pool", rank=1)
+    outcome = launcher.run(tmp_path)
+    assert outcome.code == 0
+    assert "warning" not in outcome.output
 
 
 def test_eight_ranks_each_have_their_line(launcher: WarmLauncher, tmp_path: Path) -> None:

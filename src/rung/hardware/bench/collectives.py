@@ -89,7 +89,7 @@ def measure(plan: SweepPlan, report: Callable[[Any], None] = lambda _: None) -> 
         return CollectiveTiming(environment, records)
 
 
-class _Verdict(Exception):
+class _NotTimed(Exception):
     """Why a case has no times. Raised on all ranks alike."""
 
     def __init__(self, state: str, why: str) -> None:
@@ -116,7 +116,7 @@ class _Bench:
             self._check(exchange, "not supported")
             times, runs = self._time(exchange)
             self._check(exchange, "failed")
-        except _Verdict as verdict:
+        except _NotTimed as verdict:
             is_broken = verdict.state == "failed" or (verdict.state == "not supported" and not self._is_sound())
             return self._record(case, num_bytes, verdict.state, why=str(verdict)), is_broken
         median, fastest = (float(f"{value:.5g}") for value in (statistics.median(times), min(times)))
@@ -139,9 +139,9 @@ class _Bench:
 
         for rank, wrong in enumerate(self._everyone(run, state)):
             if wrong and exchange.count == 0:
-                raise _Verdict("wrong", f"rank {rank} did not wait for a late one")
+                raise _NotTimed("wrong", f"rank {rank} did not wait for a late one")
             if wrong:
-                raise _Verdict("wrong", f"rank {rank} has {wrong:,} wrong elements; the array has {exchange.count:,}")
+                raise _NotTimed("wrong", f"rank {rank} has {wrong:,} wrong elements; the array has {exchange.count:,}")
 
     def _time(self, exchange: Collective) -> tuple[list[float], int]:
         """Seconds of a call on the slowest rank in each repetition, and the number of timed calls."""
@@ -184,7 +184,7 @@ class _Bench:
         """Whether the group still computes, after a call that failed."""
         try:
             self._check(self._make(Case("all_reduce", "float32", 64)), "failed")
-        except _Verdict:
+        except _NotTimed:
             return False
         return True
 
@@ -207,7 +207,7 @@ class _Bench:
     def _agree(self, why: str | None, state: str) -> None:
         first = next((found for found in self._gather(why) if found is not None), None)
         if first is not None:
-            raise _Verdict(state, first)
+            raise _NotTimed(state, first)
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(value, self._control)
@@ -236,7 +236,7 @@ class _Bench:
 def _refusal(case: Case, plan: SweepPlan, own: Participant) -> str | None:
     """Why a case cannot run, if that is known beforehand and would not end in an error that can be caught."""
     if case.op == "send_recv" and own.size == 1:
-        return "one rank has nobody to send to"
+        return "one rank has no other to send to"
     if case.op == "send_recv" and plan.backend == "gloo" and own.device.type == "cuda":
         return "gloo sends from host memory only"
     if case.op == "barrier":

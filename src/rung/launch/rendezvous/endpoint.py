@@ -41,7 +41,7 @@ def reach_store(endpoint: str, nodes: tuple[int, int], say: Callable[[str], None
         if answers(host, port) and (store := connect(host, port)) is not None:
             return store, StoreSite(nodes, address, endpoint, hosts_store=False)
         if not has_said and time.monotonic() > started + 3:
-            say(f"waiting for somebody at {endpoint}")
+            say(f"waiting for the machine at {endpoint}")
             has_said = True
         time.sleep(0.2)
 

@@ -59,8 +59,8 @@ class Agreements:
                     kind = Unconfirmed
                 raise kind(
                     f"{printable(value):.80} was found at {endpoint} as the {name} of this job, and no machine that "
-                    "takes part has chosen it. Either those that did are gone, or somebody has put back what another "
-                    "job wrote. Start the job again."
+                    "takes part has chosen it. Either those that did are gone, or an entry that another job wrote was "
+                    "put back. Start the job again."
                 )
         self.confirmed = plan.confirmed
 

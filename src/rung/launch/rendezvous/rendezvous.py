@@ -132,7 +132,7 @@ class Rendezvous:
     def report(self, result: LauncherResult) -> None:
         """Write for the other launchers of this round how it ended here."""
         if self._round is not None and not self.is_alone:
-            key = f"fate/{self._round.host}"
+            key = f"result/{self._round.host}"
             _try(lambda: self._round_store.set(key, json.dumps(asdict(result))))
 
     def stop_polling(self) -> None:

@@ -159,7 +159,7 @@ class PeerPoller:
                 state = self._handler.state
                 gone = state.round != self._number or len(state.participants) < self._round.num_hosts
                 for host in set(range(self._round.num_hosts)) - {self._round.host, *results}:
-                    if self._store.check([f"fate/{host}"]):
+                    if self._store.check([f"result/{host}"]):
                         with contextlib.suppress(EnvironmentProblem):  # not a message of this job: as if it were none
                             results[host] = self._read_result(host)
                 # Launchers beyond the maximum wait, too, and must not cause a new round.
@@ -171,4 +171,4 @@ class PeerPoller:
                 continue
 
     def _read_result(self, host: int) -> LauncherResult:
-        return read_message(LauncherResult, self._store.get(f"fate/{host}"), f"fate/{host}")
+        return read_message(LauncherResult, self._store.get(f"result/{host}"), f"result/{host}")
