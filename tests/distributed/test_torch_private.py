@@ -36,6 +36,9 @@ ALLOWED = {
         "_subclasses _training_state _use_count"
     ),
     "distributed/known_indices.py": "_mode_utils",
+    "distributed/offload_emulation.py": (
+        "_fsdp_param _fully_shard _get_foreach_kernels_supported_devices _init_sharded_param"
+    ),
     "distributed/rpc.py": (
         "_InternalRPCPickler _channels _default_pickler _internal_rpc_pickler _set_sequence_nr _transports"
     ),

@@ -40,8 +40,6 @@ class Predictor:
         assert layout is not None
         if not can(layout, "plan"):  # without the row's name: reports group rows by the reason
             return Prediction(None, "it communicates by RPC or between threads, which the planner does not model")
-        if variant.config.offload != "none":
-            return Prediction(None, "host memory and its link are not modelled, so --offload cannot be planned")
         first_ranks = range(
             0, layout.num_ranks, layout.num_ranks // layout.pp
         )  # of each stage: its other ranks do the same

@@ -53,6 +53,10 @@ class Device:
     workspaces: Mapping[str, int] = field(default_factory=lambda: {"forward": 32 * _MIB, "backward": 32 * _MIB})
     context: int = 850 * _MIB
     communicator: int = 300 * _MIB
+    # What `--offload cpu` uses, for each device: the link to the host's memory one way, and the bytes that the host
+    # reads and writes in a second while it updates parameters.
+    host_link: float = 25e9
+    host_bandwidth: float = 20e9
     overlaps: bool = True  # whether communication overlaps with computation
     rates: Mapping[str, Curve] = field(default_factory=dict)  # measured: operations of a product -> operations/s
     bandwidths: Curve = ()  # measured: bytes of an operation -> bytes/s

@@ -52,8 +52,8 @@ class Sharding:
                 f"{config.precision}: parameters are gathered in {config.precision}; "
                 "master weights and reductions are fp32"
             )
-        on_gpu = world.device_type == "cuda"
-        self._offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.offload == "cpu" else OffloadPolicy()
+        pins = world.device.type == "cuda"  # not the fake tensors of a dry run
+        self._offload = CPUOffloadPolicy(pin_memory=pins) if config.offload == "cpu" else OffloadPolicy()
         # A split backward bypasses FSDP's hooks, so with zero bubble parameters stay gathered until the end of a step.
         self._keeps_gathered = not reshards_after_forward(layout) or (layout.num_stages > 1 and layout.schedule == "zb")
 

@@ -38,18 +38,19 @@ class _Attempt:
 def to_fit(
     layouts: Sequence[Layout], estimator: Estimator, state: dict[str, int], progress: Callable[[str], None]
 ) -> list[Change]:
-    """Changes for layouts that do not fit, the cheapest first, up to one that fits.
+    """Changes for layouts that do not fit, the cheapest first, up to one that fits without the host's memory.
 
     Smaller micro-batches and recomputed activations come first; a search has tried them already unless the user has
-    set a micro-batch. Then come shards of the state on the same devices, and more devices.
+    set a micro-batch. Then come shards of the state on the same devices, the state in the host's memory, and more
+    devices.
     """
     found: list[Change] = []
     for attempt in _attempts_to_fit(layouts, estimator.config, estimator.cluster):
         change = _try(attempt, estimator, state, progress)
         if change is not None:
             found.append(change)
-            if change.seconds is not None:
-                break
+            if change.seconds is not None and attempt.config.offload == estimator.config.offload:
+                break  # offloading is slow: what else fits is told beside it
     return found
 
 
@@ -88,6 +89,9 @@ def _attempts_to_fit(layouts: Sequence[Layout], config: RunConfig, cluster: Clus
         for name in _STAGES_OF_ZERO:
             if name not in names:
                 yield _Attempt(f"--strategy {name}", parse(name, total, cluster.per_node), free, cluster)
+    if cluster.device.kind == "cuda" and config.offload == "none":
+        offloaded = replace(free, offload="cpu")
+        yield _Attempt("--strategy zero3 --offload cpu", parse("zero3", total, cluster.per_node), offloaded, cluster)
     while 2 * total <= min(_MOST_DEVICES, config.batch_size) and cluster.device.kind == "cuda":
         total *= 2
         larger = _with_devices(cluster, total)

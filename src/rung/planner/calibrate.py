@@ -77,6 +77,8 @@ class HostTimes:
     call: float = 0.0
     inner: float | None = None
     begin: float = 0.0
+    host_link: float | None = None
+    host_bandwidth: float | None = None
 
 
 def measure_abilities(nproc: int, device: str) -> Abilities:
@@ -197,7 +199,8 @@ def _host_of_device() -> HostTimes:
     call = max(0.0, (seconds[called] - seconds[many]) / calls)
     explained = small[few] * issue + large[few] * issue_large + updates[few] * in_update
     explained += call * sum(work.calls for work in works[few])
-    return HostTimes(issue, issue_large, in_update, call, _inner_issue(), max(0.0, seconds[few] - explained))
+    begin = max(0.0, seconds[few] - explained)
+    return HostTimes(issue, issue_large, in_update, call, _inner_issue(), begin, *_rates_of_offloading())
 
 
 def _inner_issue() -> float:
@@ -215,6 +218,26 @@ def _inner_issue() -> float:
     torch.cuda.synchronize()
     apart = statistics.median(times[long][3:]) - statistics.median(times[short][3:])
     return max(1e-6, apart / ((long - short) * 2 * 3))  # of each layer one product in forward and two in backward
+
+
+def _rates_of_offloading() -> tuple[float, float]:
+    """Bytes per second from pinned memory to the device, and those that the host moves in operations of an update."""
+    size = 2**28
+    on_host = torch.zeros(size // 4, pin_memory=True)
+    other, on_device = torch.zeros(size // 4), torch.zeros(size // 4, device="cuda")
+
+    def seconds(function: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(8):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            function()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[2:])
+
+    copied = seconds(lambda: on_device.copy_(on_host, non_blocking=True))
+    return size / copied, 3 * size / seconds(lambda: other.add_(on_host, alpha=0.5))  # which reads two and writes one
 
 
 def _works_of(task: SmallTask, device: str) -> list[Work]:

@@ -46,10 +46,6 @@ def plan_command(
     task = load_task(path)
     resolved = resolve(task, file=config_file, flags=flags, assignments=assignments)
     config = resolved.config
-    if config.offload != "none":
-        raise ConfigError(
-            "--offload cannot be planned yet: host memory and its link are not modelled. Plan without it."
-        )
     if config.local_steps > 1:
         raise ConfigError(
             f"--local-steps {config.local_steps} cannot be planned: its steps differ, and a plan estimates a single "
@@ -156,6 +152,8 @@ def command_line(plan: Plan) -> str:
         words.append(f"--activation-checkpointing {row.checkpointing}")
     if plan.compiles:
         words.append("--compile")
+    if plan.offload != "none":
+        words.append(f"--offload {plan.offload}")
     if plan.compress != "none":
         words.append(f"--compress {plan.compress}")
     if plan.precision != "fp32":

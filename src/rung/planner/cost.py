@@ -172,6 +172,9 @@ def _simulate(
 
 
 def _compute(clock: _RankClock, work: Work, device: Device, slowdown: float) -> None:
+    if work.place == "host":
+        _compute_on_host(clock, work, device, slowdown)
+        return
     issue = device.issue
     if work.is_inner:
         issue = device.inner
@@ -200,6 +203,18 @@ def _compute(clock: _RankClock, work: Work, device: Device, slowdown: float) -> 
         clock.ready[number] = end, "messages" if work.stream else ""
 
 
+def _compute_on_host(clock: _RankClock, work: Work, device: Device, slowdown: float) -> None:
+    """The host computes, with what offloading keeps there, and issues nothing meanwhile."""
+    ready = max((clock.ready.get(number, (0.0, ""))[0] for number in work.reads), default=0.0)
+    seconds = (device.issue + work.num_bytes / device.host_bandwidth) * slowdown
+    clock.host = max(clock.host, ready) + seconds
+    if clock.host > clock.streams[0]:
+        clock.spent["host"] += clock.host - clock.streams[0]
+        clock.streams[0] = clock.host
+    for number in work.writes:
+        clock.ready[number] = clock.host, "host"
+
+
 def _communicate(clock: _RankClock, event: Sent, cluster: Cluster) -> None:
     message, device = event.message, cluster.device_for(clock.run.layout.num_ranks)
     ready = max((clock.ready.get(number, (0.0, ""))[0] for number in event.touches), default=0.0)
@@ -217,6 +232,8 @@ def _communicate(clock: _RankClock, event: Sent, cluster: Cluster) -> None:
 
 def duration(work: Work, device: Device) -> tuple[float, str]:
     """The seconds of one operation, and whether arithmetic or memory limits it."""
+    if work.place == "link":
+        return device.launch + work.num_bytes / device.host_link, "memory"
     seconds, limit = _of_amounts(work, device)
     one_by_one = device.kernels.get(pieces_name(work)) if work.pieces else None
     if one_by_one is not None:

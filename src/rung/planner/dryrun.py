@@ -18,6 +18,7 @@ from rung.data.batch_shard import LocalBatch
 from rung.data.batches import Batches
 from rung.data.pytree import tensors_in
 from rung.distributed import fake_world
+from rung.distributed.offload_emulation import offloading
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World, open_fake_world
 from rung.errors import ModelError, RungError
@@ -98,12 +99,14 @@ def _dry_run(
 ) -> DryRun:
     reuse = BlockReuse(proofs if proofs is not None else {}, repeats.wrap if repeats is not None else None)
     config = replace(config, steps=2, epochs=None, compile=False, eval_every="never", workers=0)
-    with open_fake_world(layout, rank=rank, device=device) as world:
+    with open_fake_world(layout, rank=rank, device=device) as world, ExitStack() as shims:
         status = StatusWriter()
         batches = make_batches(task, config, world)
         if repeats is not None:
             repeats.setting = (layout.tp, device, config.activation_checkpointing, config.sequence_parallel)
         tracer = Tracer(world, status)
+        if config.offload == "cpu" and device == "cuda":
+            shims.enter_context(offloading(tracer.copy, tracer.memory.move_to_host))
         with world.tensors.mode(), tracer:  # segments that building leaves in the allocator serve later requests
             runtime = build_runtime(task, world, config, total_steps=2, status=status, reuse=reuse)
         with fake_world.known_indices(world.tensors.fake_mode) if knows_indices else nullcontext():

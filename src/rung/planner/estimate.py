@@ -44,6 +44,7 @@ class Memory:
     state: dict[str, int]
     rank: int
     uses_cudnn: bool = False
+    on_host: int = 0  # bytes that offloading keeps in the memory of the host
 
     @property
     def of_samples(self) -> int:
@@ -212,7 +213,8 @@ class Estimator:
             kinds["workspaces"] = sum(spaces.values())
         process = reserved + device.context + groups * device.communicator
         uses_cudnn = on_gpu and any(work.is_inner or "convolution" in work.name for work in run.trace.works())
-        return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank, uses_cudnn)
+        on_host = find_peak(run.trace, on_host=True).num_bytes
+        return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank, uses_cudnn, on_host)
 
 
 def _num_traced(layout: Layout, count: int) -> int:
@@ -249,6 +251,7 @@ def _extend_memory(few: Memory, more: Memory, steps: float) -> Memory:
         {k: round(_line(few.state[k], more.state[k], steps)) for k in few.state},
         few.rank,
         few.uses_cudnn,
+        round(_line(few.on_host, more.on_host, steps)),
     )
 
 

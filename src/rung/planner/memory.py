@@ -28,19 +28,22 @@ class Peak:
     phase: str
 
 
-def find_peak(trace: Trace, *, rounding: int = 1) -> Peak:
-    """The peak of allocated bytes. Each allocation is rounded up to `rounding`, as the device's allocator does."""
+def find_peak(trace: Trace, *, rounding: int = 1, on_host: bool = False) -> Peak:
+    """The peak of allocated bytes of the device, or of those that offloading keeps on the host.
+
+    Each allocation is rounded up to `rounding`, as the device's allocator does.
+    """
     alive = best = where = 0
     for position, event in enumerate(trace.events):
-        if isinstance(event, Alloc):
-            alive += _rounded(event.allocation.num_bytes, rounding)
+        if isinstance(event, Alloc | Free) and event.allocation.on_host == on_host:
+            size = _rounded(event.allocation.num_bytes, rounding)
+            alive += size if isinstance(event, Alloc) else -size
             if alive > best:
                 best, where = alive, position
-        elif isinstance(event, Free):
-            alive -= _rounded(event.allocation.num_bytes, rounding)
     kinds: Counter[str] = Counter()
     for allocation in trace.allocations:
-        if allocation.born <= where and (allocation.died is None or allocation.died > where):
+        is_alive = allocation.born <= where and (allocation.died is None or allocation.died > where)
+        if is_alive and allocation.on_host == on_host:
             kinds[allocation.kind] += _rounded(allocation.num_bytes, rounding)
     last = trace.events[where] if trace.events else None
     phase = last.allocation.phase if isinstance(last, Alloc) else ""
@@ -141,7 +144,7 @@ def reserve(trace: Trace, workspaces: dict[str, int] | None = None) -> int:
     held: dict[int, _Piece] = {}
     waiting = dict(workspaces or {})
     for event in trace.events:
-        if isinstance(event, Alloc):
+        if isinstance(event, Alloc) and not event.allocation.on_host:
             if event.allocation.phase in waiting:
                 allocator.take(waiting.pop(event.allocation.phase))
             piece = allocator.take(event.allocation.num_bytes, event.allocation.stream)

@@ -23,6 +23,8 @@ class MemoryLog:
         self._streams = streams
         self._by_storage: dict[int, Allocation] = {}
         self._ignored: set[int] = set()
+        self.places_on_host = False  # whether new memory lies on the host
+        self.uses_host = False  # whether any does
 
     def classify(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Give the memory of these tensors its kind. Parameters and buffers keep theirs."""
@@ -74,6 +76,24 @@ class MemoryLog:
         self.free(known)
         self._take(key, size, "gathered")
 
+    def move_to_host(self, tensor: Tensor) -> None:
+        """The memory of a tensor leaves the device for pinned memory of the host."""
+        storage = tensor.untyped_storage()
+        self.number_of(tensor)  # which makes it known
+        self.free(self._by_storage[storage_id(storage)])
+        self.places_on_host = True
+        self._take(storage_id(storage), storage.nbytes())
+        self.places_on_host = False
+        self.pin(tensor)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor as torch's allocator of pinned memory does, in powers of two."""
+        allocation = self.trace.allocations[self.number_of(tensor)]
+        allocation.num_bytes = 1 << (allocation.num_bytes - 1).bit_length() if allocation.num_bytes else 0
+
+    def is_on_host(self, number: int) -> bool:
+        return self.trace.allocations[number].on_host
+
     def add_workspace(self, num_bytes: int) -> None:
         """Memory that a kernel allocates for itself while it runs."""
         allocation = self._take(-len(self.trace.allocations) - 1, num_bytes, "temporary")
@@ -83,7 +103,8 @@ class MemoryLog:
     def _take(self, key: int, num_bytes: int, kind: str = "") -> Allocation:
         trace = self.trace
         allocation = Allocation(len(trace.allocations), num_bytes, self.phase, kind, len(trace.events))
-        allocation.stream = self._streams.current
+        allocation.stream, allocation.on_host = self._streams.current, self.places_on_host
+        self.uses_host |= allocation.on_host
         trace.allocations.append(allocation)
         trace.events.append(Alloc(allocation))
         self._by_storage[key] = allocation

@@ -45,6 +45,7 @@ class Plan:
     recomputes: bool = False  # the user set activation checkpointing
     compress: str = "none"  # the user's --compress
     compiles: bool = False  # the user's --compile
+    offload: str = "none"  # the user's --offload
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for a file."""
@@ -130,6 +131,8 @@ def make_plan(
         rejected += too_large
     if config.compile and not all(row.is_measured for row in rows):
         notes.append("--compile is not modelled: what was not measured is said as without it.")
+    if config.offload == "cpu" and cluster.device.kind == "cuda":
+        notes.append(_on_offloading(cluster))
     chosen = choose(rows)
     plan = Plan(
         task.name,
@@ -145,6 +148,7 @@ def make_plan(
         recomputes=config.activation_checkpointing != "none",
         compress=config.compress,
         compiles=config.compile,
+        offload=config.offload,
     )
     return replace(plan, chosen=chosen, words=[*explain_choice(plan, chosen), *_grounds(plan), *notes])
 
@@ -160,6 +164,14 @@ def _changes(
         return to_quicken(chosen, estimator, state, progress)
     too_large = [one.layout for one in rejected if one.needs is not None]
     return to_fit(too_large, estimator, state, progress) if too_large else []
+
+
+def _on_offloading(cluster: Cluster) -> str:
+    device = cluster.device
+    return (
+        f"--offload: the host copies {device.host_link / 1e9:.3g} GB/s to and from each device, and updates parameters "
+        f"at {device.host_bandwidth / 1e9:.3g} GB/s; `rung calibrate` measures both on a machine with such a device."
+    )
 
 
 def _grounds(plan: Plan) -> list[str]:
@@ -246,8 +258,9 @@ def _in_detail(row: Estimate) -> list[str]:
         f"{100 * part / time.seconds:.0f} % {name}" for name, part in waits.items() if part >= 0.01 * time.seconds
     ]
     where = f"rank {memory.rank}, the fullest" if row.layout.num_stages > 1 else "a rank"
+    besides = f"; the host's memory holds {human_bytes(memory.on_host)} of each rank" if memory.on_host else ""
     return [
-        f"At the peak {where} has {', '.join(large)}; the allocator holds {human_bytes(memory.reserved)}.",
+        f"At the peak {where} has {', '.join(large)}; the allocator holds {human_bytes(memory.reserved)}{besides}.",
         f"A step of {human_seconds(time.seconds)} is {', '.join(shares)}.",
     ]
 
@@ -297,11 +310,6 @@ def _nothing_fits(plan: Plan) -> list[str]:
         lines.append(
             f"It takes devices of {gib(need)}, or more of them and a larger batch: parameters, gradients and optimizer "
             f"state are {gib(sum(plan.state.values()))} in all."
-        )
-    if plan.cluster.device.kind == "cuda":
-        lines.append(
-            "--strategy zero3 --offload cpu keeps these in host memory and a block at a time on the device; how long a "
-            "step then takes is not planned."
         )
     return lines
 

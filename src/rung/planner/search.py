@@ -82,7 +82,7 @@ def _estimate_layout(
             layout,
             f"a batch of {config.batch_size} has less than one sample for each of {layout.num_data_ranks} data ranks",
         )
-    least = least_state(layout, state)
+    least = least_state(layout, state) if config.offload == "none" else 0
     if least > cluster.device.memory:
         return Rejected(
             layout, f"parameters, gradients and optimizer state alone are {gib(least)} on a device", needs=least

@@ -22,6 +22,7 @@ class Allocation:
     born: int = 0
     died: int | None = None
     stream: int = 0  # of the device; an allocator reuses memory within a stream
+    on_host: bool = False  # not on the device, where `--offload` keeps the state
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +50,7 @@ class Work:
     calls: int = 0  # of modules, since the operation before: the host's time
     is_inner: bool = False  # a library issues it within another operation
     pieces: int = 0  # that a GPU computes one by one: rows of a norm, elements of operands that lie differently
+    place: str = "device"  # or "host", or "link" if it copies between them
 
     @property
     def is_large(self) -> bool:

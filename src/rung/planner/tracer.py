@@ -82,6 +82,7 @@ class Tracer(Recorder):
         self._shims = contextlib.ExitStack()
         self._is_paused = False
         self._num_calls = 0
+        self._copies_to: str | None = None
         self.is_active = False
 
     @property
@@ -136,7 +137,9 @@ class Tracer(Recorder):
         outputs = tensors_of(output)
         reads = tuple(memory.number_of(tensor) for tensor in inputs)
         num_known = len(self.trace.allocations)
+        memory.places_on_host = self._puts_on_host(reads)
         writes = tuple(memory.number_of(tensor) for tensor in outputs)
+        memory.places_on_host = False
         if self._is_fake_gpu:
             for num_bytes in cuda_emulation.workspaces_of(schema(func).name, inputs, outputs):
                 memory.add_workspace(num_bytes)
@@ -168,6 +171,10 @@ class Tracer(Recorder):
         ]
         seen = outputs if name in _READS_ROWS else inputs
         num_bytes = sum(_num_bytes(t) for t in (*seen, *(written or outputs)))
+        changes = tuple(dict.fromkeys((*writes, *(self.memory.number_of(t) for t in written))))
+        place = self._place(inputs, reads, changes)
+        if place == "link":
+            num_bytes = sum(_num_bytes(t) for t in (written or outputs))
         num_calls, self._num_calls = self._num_calls, 0
         main = next((t for t in (*outputs, *inputs) if t.is_floating_point()), None)
         if flops:  # a product takes the time of its factors' type, also if it is added in a wider one
@@ -183,12 +190,38 @@ class Tracer(Recorder):
             num_bytes,
             str(main.dtype).removeprefix("torch.") if main is not None else "int64",
             reads,
-            tuple(dict.fromkeys((*writes, *(self.memory.number_of(t) for t in written)))),
+            changes,
             self._streams.current,
             num_calls,
             cuda_emulation.is_inside_library(),
             cuda_emulation.pieces_of(func, inputs, outputs) if self._world.device_type == "cuda" else 0,
+            place,
         )
+
+    def _place(self, inputs: list[Tensor], reads: tuple[int, ...], changes: tuple[int, ...]) -> str:
+        """Where an operation runs. Single numbers may come from the other side."""
+        if not self.memory.uses_host:
+            return "device"
+        large = [number for number, tensor in zip(reads, inputs, strict=True) if tensor.dim()]
+        sides = {self.memory.is_on_host(number) for number in (*large, *changes)}
+        return "link" if len(sides) == 2 else "host" if True in sides else "device"
+
+    def _puts_on_host(self, reads: tuple[int, ...]) -> bool:
+        """Whether the results of an operation lie on the host: they do if all that it reads does."""
+        if self._copies_to is not None:
+            return self._copies_to == "host"
+        return self.memory.uses_host and bool(reads) and all(self.memory.is_on_host(number) for number in reads)
+
+    def copy(self, tensor: Tensor, to: str) -> Tensor:
+        """A copy on the other side of the link between host and device."""
+        self._copies_to = to
+        try:
+            copied = tensor.clone()
+        finally:
+            self._copies_to = None
+        if to == "host":
+            self.memory.pin(copied)
+        return copied
 
     def _see_call(self, module: nn.Module, inputs: Any) -> None:
         self._num_calls += not self._is_paused
