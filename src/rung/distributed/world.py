@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -141,12 +141,22 @@ class World:
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The values of every rank, on every rank. They travel through host memory."""
+        return self.start_gather(values)()
+
+    def start_gather(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Send the values to every rank. The returned call waits for those of all."""
         if self.size == 1:
-            return [list(values)]
+            return lambda: [list(values)]
         own = torch.tensor(values, dtype=torch.float64)
         everyone = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(everyone, own)
-        return [row.tolist() for row in everyone]
+        work = dist.all_gather(everyone, own, async_op=True)
+
+        def rows() -> list[list[float]]:
+            if work is not None:
+                work.wait()
+            return [row.tolist() for row in everyone]
+
+        return rows
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A JSON value of every rank, on every rank; of this rank alone in a dry run."""

@@ -116,7 +116,7 @@ def _dry_run(
 def whole_state(task: Task, config: RunConfig, device: str) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer state and buffers of the whole model, each trained parameter used."""
     layout = Layout("single")
-    config = fit_settings(replace(config, compile=False), layout)
+    config = fit_settings(replace(config, compile=False, chunked_loss="never"), layout)
     try:
         return _state_after_update(task, layout, config, device)
     except RungError:

@@ -86,7 +86,7 @@ class _Loop:
         self._checkpointing = persistence.checkpointing
         self._position = self._start
         self._heartbeat = Heartbeat(world, self._status, lambda: peak_memory_bytes(world))
-        self._buffer = StepBuffer(world, self._start.samples)
+        self._buffer = StepBuffer(world, self._start.samples, is_patient=config.log_every > 1)
         self._pending: PendingFetch | None = None
         self._last: StepRecord | None = None
         self._measured: EvalRecord | None = None
@@ -166,7 +166,7 @@ class _Loop:
         if logs or evaluates or saves:
             self._status.phase("logging")
             self._pending = self._buffer.seal()
-            if evaluates or saves or self._world.device.type == "cpu":
+            if evaluates or saves or self._buffer.reports_at_once:
                 self._report_steps()  # a save commits the metrics written before it
 
     def _report_steps(self) -> None:

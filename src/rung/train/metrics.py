@@ -35,6 +35,7 @@ log = logging.getLogger("rung")
 
 _RETRY_SECONDS = 10.0  # after TensorBoard's files could not be written
 _BLOCK = 2**16  # bytes read at a time
+_SHORT_STEP = 0.02  # seconds
 
 
 class Observer(Protocol):
@@ -57,26 +58,28 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class PendingFetch:
-    """Steps whose figures are being copied to the host."""
+    """Steps whose figures are on their way: from the device, and between the ranks."""
 
     steps: list[tuple[LocalBatch, LocalStep, Any, Any]]  # with the time marks of their start and end
-    losses: Callable[[], list[float]]
-    norms: Callable[[], list[float]]
+    rows: Callable[[], list[list[float]]]  # of each rank: losses, waits for data, gradient norms, seconds, memory
 
 
 class StepBuffer:
     """Steps whose figures are still on the device.
 
     `seal` starts the copy to the host and `records` waits for it. The caller launches the next step between the two, so
-    that the device is not idle while figures are read and written.
+    that the device is not idle while figures are read and written, and no rank waits for a slower one. On the CPU this
+    is so if steps are short; else a user would see the loss of a step when the next one has ended.
     """
 
-    def __init__(self, world: World, samples: int = 0) -> None:
-        self._world = world
+    def __init__(self, world: World, samples: int = 0, *, is_patient: bool = True) -> None:
+        """If not patient, steps on the CPU are reported at once, however short they are."""
+        self._world, self._is_patient = world, is_patient
         self._clock = _StepClock(world)
         self._pending: list[tuple[LocalBatch, LocalStep, Any, Any]] = []
         self._samples = samples
         self._last_mark = self._clock.mark()
+        self.reports_at_once = world.device.type == "cpu"  # the same on all ranks
 
     def add(self, window: LocalBatch, result: LocalStep) -> None:
         start, self._last_mark = self._last_mark, self._clock.mark()
@@ -88,18 +91,29 @@ class StepBuffer:
 
     def seal(self) -> PendingFetch:
         steps, self._pending = self._pending, []
+        if not steps:
+            return PendingFetch([], list)
         losses = self._world.tensors.fetch([result.loss_share for _, result, *_ in steps])
         norms = self._world.tensors.fetch([result.grad_norm for _, result, *_ in steps if result.grad_norm is not None])
-        return PendingFetch(steps, losses, norms)
+        if self._world.device.type == "cpu":
+            return PendingFetch(steps, self._world.start_gather(self._figures(steps, losses(), norms())))
+        return PendingFetch(steps, lambda: self._world.gather(self._figures(steps, losses(), norms())))
+
+    def _figures(self, steps: list[Any], losses: list[float], norms: list[float]) -> list[float]:
+        waits = [window.wait_seconds for window, *_ in steps]
+        seconds = self._clock.between(steps[0][2], steps[-1][3]) / len(steps)
+        return [*losses, *waits, *norms, seconds, float(peak_memory_bytes(self._world))]
 
     def records(self, sealed: PendingFetch) -> list[StepRecord]:
         """The records of sealed steps. Collective: all ranks call it at the same steps."""
         count = len(sealed.steps)
         if not count:
             return []
-        waits = [window.wait_seconds for window, *_ in sealed.steps]
-        rows = self._world.gather([*sealed.losses(), *waits, *sealed.norms(), float(peak_memory_bytes(self._world))])
-        norms = iter(rows[0][2 * count : -1])  # the main rank's: all ranks must decide alike whether to stop
+        rows = sealed.rows()
+        # Norms and seconds of the main rank: all ranks must decide alike whether to stop, and when to report.
+        norms = iter(rows[0][2 * count : -2])
+        if self._world.device.type == "cpu":
+            self.reports_at_once = len(rows) == 1 or not self._is_patient or rows[0][-2] >= _SHORT_STEP
         records = []
         for index, (window, result, start, mark) in enumerate(sealed.steps):
             self._samples += window.num_global_samples
