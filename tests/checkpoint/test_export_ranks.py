@@ -16,8 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
+from rung.checkpoint.hf_folder import copy_beside, folder_like
 from rung.cli.main import main
+from rung.distributed.world import open_world
+from rung.errors import ConfigError
+from rung.runtime import build_runtime
 from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
 from rung.spec.task import Task, load_task
 from tests.checkpoints import legs
 from tests.marks import slow
@@ -210,10 +215,15 @@ def test_hugging_face_loads_the_folder(tmp_path: Path, limit: str) -> None:
     task = _hugging_face_task()
     _, state = legs(_hugging_face_task, replace(CONFIG, steps=1), tmp_path / "run", [("fsdp", 2, 1)])
     folder = tmp_path / "hub"
-    rung("export", tmp_path / "run", "--output", folder / "model.safetensors", "--max-shard-size", limit)
-    assert (folder / "model.safetensors").exists() == (limit == "1GB")
     model = task.model()
-    model.config.save_pretrained(folder)
+    config = tmp_path / "config"
+    model.half().config.save_pretrained(config)
+    (config / "tokenizer.json").write_text("{}")
+    (config / "model.safetensors.index.json").write_text("of other files")
+    flags = ("--max-shard-size", limit, "--format", "hf", "--like", config)
+    rung("export", tmp_path / "run", "--output", folder, *flags)
+    assert (folder / "model.safetensors").exists() == (limit == "1GB")
+    assert (folder / "tokenizer.json").exists()
     loaded, told = type(model).from_pretrained(folder, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
     found = loaded.state_dict()
@@ -222,3 +232,21 @@ def test_hugging_face_loads_the_folder(tmp_path: Path, limit: str) -> None:
     if limit != "1GB":
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"]) == set(state)
+    with open_world(parse("single", 1), device="cpu") as world:  # and so does Rung
+        again = build_runtime(task, world, replace(CONFIG, init=str(folder))).model.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+def test_a_folder_of_hugging_face_needs_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "begin").mkdir()
+    with pytest.raises(ConfigError, match="did not begin with a Hugging Face folder"):
+        folder_like(None, tmp_path)
+    (tmp_path / "config.toml").write_text(f'init = "{tmp_path / "begin"}"\n')
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        folder_like(None, tmp_path)
+    (tmp_path / "begin" / "config.json").write_text('{"torch_dtype": "bfloat16", "width": 3}')
+    found = folder_like(None, tmp_path)
+    assert found == tmp_path / "begin"
+    (tmp_path / "out").mkdir()
+    assert copy_beside(found, tmp_path / "out", "float32") == ["config.json"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "float32", "width": 3}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -43,6 +44,15 @@ class WeightSource:
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def floating_type(self) -> str:
+        """That of most numbers, as in "float32"."""
+        counts: Counter[torch.dtype] = Counter()
+        for entry in self.entries:
+            if entry.dtype.is_floating_point:
+                counts[entry.dtype] += entry.num_bytes // entry.dtype.itemsize
+        return str(counts.most_common(1)[0][0]).removeprefix("torch.") if counts else "float32"
 
 
 def find_source(location: CheckpointLocation, step: int | None = None) -> WeightSource:

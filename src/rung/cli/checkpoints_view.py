@@ -118,25 +118,41 @@ def _record(status: CheckpointStatus) -> dict[str, Any]:
 
 
 def export_command(
-    run: str, *, output: str, step: int | None, best: bool, max_shard_size: str | None, force: bool
+    run: str,
+    *,
+    output: str,
+    step: int | None,
+    best: bool,
+    max_shard_size: str | None,
+    force: bool,
+    like: str | None = None,
+    as_hf: bool = False,
 ) -> int:
     """Write the weights of a run in a format that needs no Rung to read. Returns the exit code."""
     location = locate(Path(run))
     # Imported here because it needs torch, which `rung checkpoints` does not.
     from rung.checkpoint.export import check_output, export, find_best_source, find_source, parse_size
+    from rung.checkpoint.hf_folder import WEIGHTS, copy_beside, folder_like
 
     console = Console(file=sys.stdout, highlight=False, markup=False)
     if best and step is not None:
         raise ConfigError(f"--best and --step {step} select two checkpoints. Leave one out.")
     shard_bytes = parse_size(max_shard_size) if max_shard_size is not None else None
-    check_output(Path(output), shard_bytes=shard_bytes, force=force)
+    if like is not None and not as_hf:
+        raise ConfigError("--like is for --format hf.")
+    folder = folder_like(like, Path(run)) if as_hf else None
+    file = Path(output) / WEIGHTS if as_hf else Path(output)
+    check_output(file, shard_bytes=shard_bytes, force=force)
     with Console(file=sys.stderr, markup=False).status("checking"):
         source = find_best_source(location) if best else find_source(location, step)
     for note in source.notes:
         console.print(_text(note, "yellow"), soft_wrap=True)
     with Console(file=sys.stderr, markup=False).status(_text(f"writing {output}")):
-        files = export(source, Path(output), shard_bytes=shard_bytes, force=force)
+        files = export(source, file, shard_bytes=shard_bytes, force=force)
+        copied = copy_beside(folder, Path(output), source.floating_type) if folder is not None else []
     figures = f"{len(source.entries):,} tensors, {human_size(source.num_bytes)}"
     written = f"{files[-1]} and {len(files) - 1} files it names" if len(files) > 1 else str(files[0])
     console.print(_text(f"exported {source.label}: {written} ({figures})"), soft_wrap=True)
+    if copied:
+        console.print(_text(f"copied from {folder}: {', '.join(copied)}"), soft_wrap=True)
     return 0

@@ -14,7 +14,18 @@ def add(commands: Any) -> None:
         "bare module, whatever strategy trained them. Uses the newest whole checkpoint, or the end of the run.",
     )
     export.add_argument("run", metavar="RUN", help="a run directory, its folder of checkpoints, or one checkpoint")
-    export.add_argument("--output", metavar="FILE", required=True, help="FILE.safetensors, FILE.pt or FILE.pth")
+    export.add_argument(
+        "--output", metavar="FILE", required=True, help="FILE.safetensors, FILE.pt or FILE.pth; a folder for hf"
+    )
+    export.add_argument(
+        "--format",
+        choices=("file", "hf"),
+        default="file",
+        help="hf: a folder for from_pretrained, with the configuration and tokenizer of --like",
+    )
+    export.add_argument(
+        "--like", metavar="FOLDER", help="the Hugging Face folder to copy these from; default: that of --init"
+    )
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
     export.add_argument("--best", action="store_true", help="the best evaluation's checkpoint (--set keep_best=METRIC)")
     export.add_argument(
@@ -36,4 +47,6 @@ def _run(options: argparse.Namespace) -> int:
         best=options.best,
         max_shard_size=options.max_shard_size,
         force=options.force,
+        like=options.like,
+        as_hf=options.format == "hf",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rung.distributed import fake_world
-from rung.distributed.collectives import gather_json
+from rung.distributed.collectives import gather_json, start_gather
 from rung.distributed.cuda_emulation import like_cuda
 from rung.distributed.devices import choose_backend, choose_device, choose_devices
 from rung.distributed.mpi import BACKEND as MPI_BACKEND
@@ -141,22 +141,7 @@ class World:
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The values of every rank, on every rank. They travel through host memory."""
-        return self.start_gather(values)()
-
-    def start_gather(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Send the values to every rank. The returned call waits for those of all."""
-        if self.size == 1:
-            return lambda: [list(values)]
-        own = torch.tensor(values, dtype=torch.float64)
-        everyone = [torch.empty_like(own) for _ in range(self.size)]
-        work = dist.all_gather(everyone, own, async_op=True)
-
-        def rows() -> list[list[float]]:
-            if work is not None:
-                work.wait()
-            return [row.tolist() for row in everyone]
-
-        return rows
+        return start_gather(values, self.size)()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A JSON value of every rank, on every rank; of this rank alone in a dry run."""

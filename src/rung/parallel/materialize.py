@@ -10,8 +10,10 @@ complete and the model's own forward can run up to this rank's stage.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ from rung.distributed import fake_world
 from rung.distributed.collectives import broadcast_from
 from rung.distributed.torch_private import buffers_of, num_gradient_hooks, plain_attributes
 from rung.distributed.world import World
-from rung.errors import ModelError
+from rung.errors import ConfigError, ModelError, RungError, TaskError
+from rung.parallel.initial_weights import InitialWeights
 from rung.spec.task import Task
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -66,8 +69,11 @@ class Weights:
         seeded: bool = True,
         channels_last: bool = False,
         masters: bool = False,
+        init: str | None = None,
+        init_partial: bool = False,
     ) -> None:
-        """`dtype` is that of all floating tensors, or the task's. With `masters`, half precision becomes fp32."""
+        """`dtype` is that of all floating tensors, or the task's. With `masters`, half precision becomes fp32. `init`
+        is a file or folder of weights, which replace the seeded ones; all of them, unless `init_partial`."""
         self._world = world
         self._channels_last = channels_last
         # If not seeded, storage stays uninitialized: a checkpoint fills it, or tensors are fake and have no data.
@@ -75,7 +81,11 @@ class Weights:
         self._dtype, self._masters = dtype, masters
         self.widened: torch.dtype | None = None  # the type of weights that became fp32
         self.model: nn.Module | None = None
-        if world.size > 1 or not seeded:  # one process takes the model as it is built on the host
+        self.notes: list[str] = []
+        self._initial: InitialWeights | None = None
+        self._initial_names: set[str] = set()  # the same on all ranks
+        begins = seeded and (init is not None or task.initial_weights is not None)
+        if world.size > 1 or not seeded or begins:  # else one process takes the model as it is built on the host
             with fake_world.outside_fakes():  # a constructor may compute a few numbers from real tensors
                 self.model = self._build(task, seed, "meta")
         with world.tensors.mode():
@@ -84,13 +94,14 @@ class Weights:
             own = self.model is not None and _all_meta(self.model)
             self.is_skeleton = all(world.gather_objects(own))
             source = None
-            if not self.is_skeleton or (world.has_source and seeded):
-                source = self._build(task, seed, "cpu")
-                assert source is not None  # a build on the host raises its own error
             if not self.is_skeleton:
                 # Some constructors compute with tensor values. Then every rank builds the whole model on the host.
-                self.model = source
-        assert self.model is not None
+                self.model = source = self._build(task, seed, "cpu")
+            assert self.model is not None  # a build on the host raises its own error
+            if begins:
+                self._open_initial(task, init, self.model, is_partial=init_partial)
+            if self.is_skeleton and world.has_source and seeded:
+                source = self._source_of(task, seed, self.model)
         self._names = _names_of(self.model)
         self._keeps: Callable[[str], bool] = lambda name: True
         self.mode = world.tensors.fake_mode or fake_world.new_fake_mode()  # for tensors of other ranks' stages
@@ -98,6 +109,43 @@ class Weights:
         self._source: dict[str, Tensor] = {}
         if self.is_skeleton and source is not None:
             self._source = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+
+    def _open_initial(self, task: Task, init: str | None, model: nn.Module, *, is_partial: bool) -> None:
+        """On the rank that has the source, find the weights to begin with; all ranks learn which there are."""
+        error = None
+        if self._world.has_source:
+            try:
+                given = init if init is not None else task.initial_weights() if task.initial_weights else None
+                if not isinstance(given, str | Path | Mapping):
+                    raise TaskError(
+                        f"{task.name}: initial_weights() must return a path or a state dict, but it returned "
+                        f"{type(given).__name__}."
+                    )
+                self._initial = InitialWeights(given)
+                self._initial.match(model, is_partial=is_partial)
+                if init is not None and task.initial_weights is not None:
+                    self._initial.notes.append("--init replaces the task's initial_weights()")
+            except RungError as problem:
+                error = str(problem)
+        found = self._initial.names if self._initial is not None and error is None else []
+        error, names, self.notes = self._world.gather_objects(
+            [error, found, self._initial.notes if self._initial is not None else []]
+        )[0]
+        if error is not None:
+            raise ConfigError(error)
+        self._initial_names = set(names)
+
+    def _source_of(self, task: Task, seed: int, model: nn.Module) -> nn.Module | None:
+        """The model on the host, for what no file has; without parameters if there is a file for all of them."""
+        if set(_names_of(model).values()) <= self._initial_names:
+            return None
+        if {name for name, _ in model.named_parameters()} <= self._initial_names:
+            try:
+                with _parameters_on_meta():
+                    return self._build(task, seed, "cpu")
+            except Exception:
+                return self._build(task, seed, "cpu")  # its constructor reads their values
+        return self._build(task, seed, "cpu")
 
     def _build(self, task: Task, seed: int, device: str) -> nn.Module | None:
         seed_generators(seed)  # Python's and numpy's, too: a constructor may draw from them
@@ -169,7 +217,11 @@ class Weights:
                             continue
                         if not self._keeps(name):
                             done[id(tensor)] = self._absent(tensor, name, device)
-                        elif tensor.device == device and self._in_memory_format(tensor, tensor) is tensor:
+                        elif (
+                            name not in self._initial_names
+                            and tensor.device == device
+                            and self._in_memory_format(tensor, tensor) is tensor
+                        ):
                             continue  # it is as it should be
                         else:
                             done[id(tensor)] = self._materialized(tensor, name, device)
@@ -177,7 +229,8 @@ class Weights:
 
     def _materialized(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
         """The tensor with storage on `device` and its seeded values."""
-        value = self._value(tensor, name).to(device) if _on_meta(tensor) else tensor.detach().to(device)
+        is_sent = _on_meta(tensor) or name in self._initial_names
+        value = self._value(tensor, name).to(device) if is_sent else tensor.detach().to(device)
         value = self._in_memory_format(value, tensor)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
@@ -208,7 +261,10 @@ class Weights:
     def _value(self, skeleton: Tensor, name: str) -> Tensor:
         world = self._world
         if self._seeded and world.has_source:
-            value = self._source.pop(name).detach().to(world.device)
+            initial = name in self._initial_names
+            assert not initial or self._initial is not None
+            value = self._initial.read(name) if initial and self._initial is not None else self._source.pop(name)
+            value = value.detach().to(world.device, skeleton.dtype)
         else:
             value = torch.empty_like(skeleton, device=world.device)
         if self._seeded and world.size > 1 and value.numel() > 0:
@@ -240,6 +296,20 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def is_absent(tensor: Tensor) -> bool:
     """Whether a tensor is a fake in the place of one that another rank keeps."""
     return getattr(tensor, "is_absent", False)
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While inside, parameters lose their storage as soon as a module has them."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not _on_meta(parameter):
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    with fake_world.patched(nn.Module, register_parameter=registered), NoDraws():
+        yield
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

@@ -106,7 +106,7 @@ def _dry_run(
             repeats.setting = (layout.tp, device, config.activation_checkpointing, config.sequence_parallel)
         tracer = Tracer(world, status)
         if config.offload == "cpu" and device == "cuda":
-            shims.enter_context(offloading(tracer.copy, tracer.memory.move_to_host))
+            shims.enter_context(offloading(tracer.host.copy, tracer.host.move))
         with world.tensors.mode(), tracer:  # segments that building leaves in the allocator serve later requests
             runtime = build_runtime(task, world, config, total_steps=2, status=status, reuse=reuse)
         with fake_world.known_indices(world.tensors.fake_mode) if knows_indices else nullcontext():

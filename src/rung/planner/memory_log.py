@@ -77,22 +77,13 @@ class MemoryLog:
         self._take(key, size, "gathered")
 
     def move_to_host(self, tensor: Tensor) -> None:
-        """The memory of a tensor leaves the device for pinned memory of the host."""
+        """The memory of a tensor leaves the device."""
         storage = tensor.untyped_storage()
         self.number_of(tensor)  # which makes it known
         self.free(self._by_storage[storage_id(storage)])
         self.places_on_host = True
         self._take(storage_id(storage), storage.nbytes())
         self.places_on_host = False
-        self.pin(tensor)
-
-    def pin(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor as torch's allocator of pinned memory does, in powers of two."""
-        allocation = self.trace.allocations[self.number_of(tensor)]
-        allocation.num_bytes = 1 << (allocation.num_bytes - 1).bit_length() if allocation.num_bytes else 0
-
-    def is_on_host(self, number: int) -> bool:
-        return self.trace.allocations[number].on_host
 
     def add_workspace(self, num_bytes: int) -> None:
         """Memory that a kernel allocates for itself while it runs."""

@@ -22,6 +22,7 @@ from rung.distributed.known_indices import argument_tensors
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.torch_private import schema
 from rung.distributed.world import World
+from rung.planner.host_memory import HostMemory
 from rung.planner.memory_log import MemoryLog
 from rung.planner.recorder import Recorder, group_of
 from rung.planner.trace import Mark, Sent, Trace, Work
@@ -78,11 +79,11 @@ class Tracer(Recorder):
         self._is_fake_gpu = world.device_type == "cuda" and not world.tensors.has_storage
         self._streams = fake_world.StreamWatch()
         self.memory = MemoryLog(self._streams)
+        self.host = HostMemory(self.memory)
         self._resize: Any = None
         self._shims = contextlib.ExitStack()
         self._is_paused = False
         self._num_calls = 0
-        self._copies_to: str | None = None
         self.is_active = False
 
     @property
@@ -137,7 +138,7 @@ class Tracer(Recorder):
         outputs = tensors_of(output)
         reads = tuple(memory.number_of(tensor) for tensor in inputs)
         num_known = len(self.trace.allocations)
-        memory.places_on_host = self._puts_on_host(reads)
+        memory.places_on_host = self.host.has_results(reads)
         writes = tuple(memory.number_of(tensor) for tensor in outputs)
         memory.places_on_host = False
         if self._is_fake_gpu:
@@ -172,7 +173,7 @@ class Tracer(Recorder):
         seen = outputs if name in _READS_ROWS else inputs
         num_bytes = sum(_num_bytes(t) for t in (*seen, *(written or outputs)))
         changes = tuple(dict.fromkeys((*writes, *(self.memory.number_of(t) for t in written))))
-        place = self._place(inputs, reads, changes)
+        place = self.host.place_of(inputs, reads, changes)
         if place == "link":
             num_bytes = sum(_num_bytes(t) for t in (written or outputs))
         num_calls, self._num_calls = self._num_calls, 0
@@ -197,31 +198,6 @@ class Tracer(Recorder):
             cuda_emulation.pieces_of(func, inputs, outputs) if self._world.device_type == "cuda" else 0,
             place,
         )
-
-    def _place(self, inputs: list[Tensor], reads: tuple[int, ...], changes: tuple[int, ...]) -> str:
-        """Where an operation runs. Single numbers may come from the other side."""
-        if not self.memory.uses_host:
-            return "device"
-        large = [number for number, tensor in zip(reads, inputs, strict=True) if tensor.dim()]
-        sides = {self.memory.is_on_host(number) for number in (*large, *changes)}
-        return "link" if len(sides) == 2 else "host" if True in sides else "device"
-
-    def _puts_on_host(self, reads: tuple[int, ...]) -> bool:
-        """Whether the results of an operation lie on the host: they do if all that it reads does."""
-        if self._copies_to is not None:
-            return self._copies_to == "host"
-        return self.memory.uses_host and bool(reads) and all(self.memory.is_on_host(number) for number in reads)
-
-    def copy(self, tensor: Tensor, to: str) -> Tensor:
-        """A copy on the other side of the link between host and device."""
-        self._copies_to = to
-        try:
-            copied = tensor.clone()
-        finally:
-            self._copies_to = None
-        if to == "host":
-            self.memory.pin(copied)
-        return copied
 
     def _see_call(self, module: nn.Module, inputs: Any) -> None:
         self._num_calls += not self._is_paused

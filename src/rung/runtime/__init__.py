@@ -63,7 +63,17 @@ def build_runtime(
     dtype = torch.float64 if config.precision == "fp64" else None
     last = config.memory_format == "channels_last"
     masters = config.precision in ("bf16", "fp16")
-    weights = Weights(task, world, config.seed, dtype, seeded=seeded, channels_last=last, masters=masters)
+    weights = Weights(
+        task,
+        world,
+        config.seed,
+        dtype,
+        seeded=seeded,
+        channels_last=last,
+        masters=masters,
+        init=config.init,
+        init_partial=config.init_partial,
+    )
     assert weights.model is not None
     facts = ModelFacts.of(weights.model)  # before the model is cut
     example = None
@@ -79,6 +89,7 @@ def build_runtime(
     places, remote = _module_of(layout).place(weights, world, task) if layout.servers else ({}, {})
     parallel = parallelize(weights, world, config, task, run, example, reuse, blocks_on_host=blocks_on_host)
     parallel.places, parallel.remote = places, remote
+    parallel.notes += weights.notes
     if weights.widened is not None:
         kind = str(weights.widened).removeprefix("torch.")
         parallel.notes.append(

@@ -53,6 +53,10 @@ class RunConfig:
     )
     steps: int | None = _setting(None, "stop after this many steps", int, flag=True)
     epochs: int | None = _setting(None, "stop after this many passes over the data; default: 1", int, flag=True)
+    init: str | None = _setting(
+        None, "weights to begin with: a .safetensors or .pt file, or a Hugging Face folder", str, flag=True
+    )
+    init_partial: bool = _setting(False, "take what fits of --init, and leave the rest as it is", bool, flag=True)
     seed: int = _setting(0, "seed of weights, sample order and random streams", int, flag=True)
     shuffle: bool | None = _setting(None, "a new sample order every epoch, or the data set's own", bool, flag=True)
     precision: str = _setting(

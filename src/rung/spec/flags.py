@@ -13,7 +13,7 @@ TRAIN_FLAGS = {
         "strategy", "nproc", "nnodes", "rdzv", "rdzv_key", "backend", "schedule", "split", "sequence_parallel",
         "offload", "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
     ),
-    "how much": ("batch_size", "micro_batch", "steps", "epochs", "seed", "shuffle"),
+    "how much": ("batch_size", "micro_batch", "steps", "epochs", "init", "init_partial", "seed", "shuffle"),
     "how": ("precision", "clip", "compile", "activation_checkpointing"),
     "run": ("checkpoint_every", "keep", "replicate_state", "max_restarts", "check", "timeout", "out", "profile", "log"),
 }  # fmt: skip
@@ -22,6 +22,7 @@ _METAVARS = {
     "strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES", "schedule": "NAME", "precision": "NAME",
     "activation_checkpointing": "HOW", "nproc": "N", "nnodes": "N", "rdzv": "HOST:PORT", "rdzv_key": "FILE",
     "compress": "HOW", "backend": "NAME", "outer": "HOW", "profile": "STEPS", "log": "NAMES",
+    "init": "PATH",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ Optional
     schedule(optimizer, total_steps)      an LRScheduler, advanced once a step
     collate(samples) -> batch             instead of torch's default
     forward(model, batch) -> output       when the model does not take the input alone
+    initial_weights() -> path or dict     a file, a Hugging Face folder or a state dict to begin with
     blocks = "blocks.*"                   the repeated blocks; detected by default
     tensor_parallel = {"blocks.*.up": "colwise", ...}   tensor-parallel plan; derived by default
     remote = ["embedding", ...]           modules that are on the servers of ddp+ps
@@ -72,6 +73,7 @@ ROLES: dict[str, _Role] = {
     "schedule": _Role(("optimizer", "total_steps")),
     "collate": _Role(("samples",)),
     "forward": _Role(("model", "batch")),
+    "initial_weights": _Role(()),
 }
 VALUES: dict[str, type] = {"blocks": str, "tensor_parallel": dict, "remote": list, "loss_scope": str, "defaults": dict}
 LOSS_SCOPES = ("samples", "batch")
@@ -96,6 +98,7 @@ class Task:
     schedule: Callable[..., Any] | None = None
     collate: Callable[..., Any] | None = None
     forward: Callable[..., Any] | None = None
+    initial_weights: Callable[..., Any] | None = None
     blocks: str | None = None
     tensor_parallel: Mapping[str, str] | None = None
     remote: list[str] | None = None

@@ -24,6 +24,7 @@ import torch
 
 from rung.checkpoint import SaveRecord
 from rung.data.batch_shard import LocalBatch
+from rung.distributed.collectives import start_gather
 from rung.distributed.live_status import JobSnapshot, write_snapshot
 from rung.distributed.world import World
 from rung.runtime.base import LocalStep
@@ -96,7 +97,7 @@ class StepBuffer:
         losses = self._world.tensors.fetch([result.loss_share for _, result, *_ in steps])
         norms = self._world.tensors.fetch([result.grad_norm for _, result, *_ in steps if result.grad_norm is not None])
         if self._world.device.type == "cpu":
-            return PendingFetch(steps, self._world.start_gather(self._figures(steps, losses(), norms())))
+            return PendingFetch(steps, start_gather(self._figures(steps, losses(), norms()), self._world.size))
         return PendingFetch(steps, lambda: self._world.gather(self._figures(steps, losses(), norms())))
 
     def _figures(self, steps: list[Any], losses: list[float], norms: list[float]) -> list[float]:

@@ -1,0 +1,204 @@
+"""Weights to begin with, from files that others wrote: safetensors, a Hugging Face folder, or torch's own format.
+
+A tensor is read when it is asked for, so that no rank holds the whole model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from rung.errors import ConfigError
+
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_WRAPPED = ("model", "state_dict", "model_state_dict")  # keys under which scripts save a model beside other things
+_MOST_NAMED = 6  # tensors in a message
+
+
+class InitialWeights:
+    """The tensors of a file or folder, or of a state dict, under the names of a model."""
+
+    def __init__(self, source: str | Path | Mapping[str, Tensor]) -> None:
+        self.where = "initial_weights()" if isinstance(source, Mapping) else f"--init {source}"
+        self._readers: dict[str, Callable[[], Tensor]] = {}  # by the names of the files
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._names: dict[str, str] = {}  # of the model -> of the files
+        self.notes: list[str] = []
+        if isinstance(source, Mapping):
+            self._add_state(source)
+        else:
+            for file in _files_of(Path(source)):
+                self._add_file(file)
+
+    @property
+    def names(self) -> list[str]:
+        """The model's tensors that are in it."""
+        return list(self._names)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of this name of the model."""
+        return self._readers[self._names[name]]()
+
+    def match(self, model: nn.Module, *, is_partial: bool) -> None:
+        """Find the tensors of a model by their names. Raises `ConfigError` if some are missing, or fit nothing.
+
+        With `is_partial`, what is missing or has another shape stays as the task makes it, and a note says so.
+        """
+        names = _names_of(model)
+        found = self._without_prefix(names)
+        for name, (aliases, _) in names.items():
+            key = next((found[alias] for alias in aliases if alias in found), None)
+            if key is not None:
+                self._names[name] = key
+        shapes = {name: tuple(tensor.shape) for name, (_, tensor) in names.items()}
+        differ = [name for name, key in self._names.items() if self._shapes[key] != shapes[name]]
+        kept = set(model.state_dict())
+        missing = [name for name, (aliases, _) in names.items() if name not in self._names and kept & set(aliases)]
+        every = {alias for aliases, _ in names.values() for alias in aliases}
+        unknown = [name for name in found if name not in every]
+        problems = []
+        if missing:
+            problems.append(f"it lacks {_list(missing, shapes, unknown)}")
+        if differ:
+            said = [
+                f"{name} ({_shape(self._shapes[self._names[name]])} there, not {_shape(shapes[name])})"
+                for name in differ
+            ]
+            problems.append(f"other shapes: {_some(said)}")
+        if unknown:
+            others = {name: self._shapes[found[name]] for name in unknown}
+            problems.append(f"the model has no {_list(unknown, others, missing)}")
+        if problems and not is_partial:
+            raise ConfigError(
+                f"{self.where} does not fit the model: {'; '.join(problems)}. "
+                "--init-partial takes what fits, and leaves the rest as the task makes it."
+            )
+        for name in differ:
+            del self._names[name]
+        if not self._names:
+            raise ConfigError(f"{self.where}: no tensor fits the model: {'; '.join(problems)}.")
+        count = len(self._names.keys() | set(missing) | set(differ))
+        self.notes.append(f"{len(self._names)} of {count} tensors begin as in {self.where}")
+        self.notes += [f"{self.where}: {problem}" for problem in problems]
+
+    def _without_prefix(self, names: Mapping[str, Any]) -> dict[str, str]:
+        """The files' names as the model has them, by the prefix that makes the most of them fit; a note says which."""
+        every = {alias for aliases, _ in names.values() for alias in aliases}
+        keys = list(self._readers)
+        plain = {key: key for key in keys}
+        candidates: list[tuple[str, dict[str, str]]] = [("", plain)]
+        for prefix in {f"{key.split('.')[0]}." for key in keys if "." in key}:
+            cut = {key.removeprefix(prefix): key for key in keys}
+            candidates.append((f"their names there begin with {prefix!r}", cut))
+        for prefix in {f"{name.split('.')[0]}." for name in every if "." in name}:
+            longer = {f"{prefix}{key}": key for key in keys}
+            candidates.append((f"their names in the model begin with {prefix!r}", longer))
+        said, best = max(candidates, key=lambda one: (sum(name in every for name in one[1]), not one[0]))
+        if said:
+            self.notes.append(f"{self.where}: {said}")
+        return best
+
+    def _add_file(self, file: Path) -> None:
+        if file.suffix == ".safetensors":
+            opened = _opened(file)
+            for name in opened.keys():  # noqa: SIM118
+                self._shapes[name] = tuple(opened.get_slice(name).get_shape())
+                self._readers[name] = partial(opened.get_tensor, name)
+            return
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # torch's format before 1.6 cannot be mapped
+            state = _loaded(file)
+        except Exception as error:
+            raise ConfigError(f"--init {file} cannot be read: {error}") from None
+        for key in _WRAPPED:
+            if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+                state = state[key]
+                self.notes.append(f"--init {file}: its entry {key!r}")
+                break
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"--init {file} holds {type(state).__name__}, not the state dict of a model.")
+        self._add_state(state)
+
+    def _add_state(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                self._shapes[name] = tuple(value.shape)
+                self._readers[name] = value.detach
+
+
+def _names_of(model: nn.Module) -> dict[str, tuple[list[str], Tensor]]:
+    """Each tensor of a model by its first name, with all of its names: tied weights have several."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in (pair for pairs in named for pair in pairs):
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return {aliases[0]: (aliases, tensor) for aliases, tensor in found.values()}
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        inside = [path / name for name in (*_INDICES, *_FILES) if (path / name).is_file()]
+        if not inside:
+            known = sorted(file for end in ("safetensors", "pt", "pth", "bin") for file in path.glob(f"*.{end}"))
+            hint = f" It has {_some([file.name for file in known])}: name one." if known else ""
+            raise ConfigError(
+                f"--init {path}: there is no {' and no '.join((*_FILES, *_INDICES))} in this folder.{hint}"
+            )
+        path = inside[0]
+    if not path.is_file():
+        raise ConfigError(f"--init {path}: there is no such file or folder.")
+    if path.suffix == ".json":
+        try:
+            files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"--init {path} is no index of files: {type(error).__name__}: {error}.") from None
+        missing = [file for file in files if not (path.parent / Path(file).name).is_file()]
+        if missing:
+            raise ConfigError(f"--init {path}: the index names files that are not beside it: {_some(missing)}.")
+        return [path.parent / Path(file).name for file in files]
+    if path.suffix not in (".safetensors", ".pt", ".pth", ".bin"):
+        raise ConfigError(f"--init {path}: weights are in a .safetensors, .pt, .pth or .bin file, or in a folder.")
+    return [path]
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"--init {file} cannot be read: {error}") from None
+
+
+def _loaded(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError(f"--init {file} cannot be read: {error}") from None
+
+
+def _list(names: list[str], shapes: Mapping[str, tuple[int, ...]], others: list[str]) -> str:
+    """Names with their shapes, and each with the nearest one on the other side."""
+    said = []
+    for name in names[:_MOST_NAMED]:
+        near = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
+        there = f", nearest {near[0]}" if near else ""
+        said.append(f"{name} ({_shape(shapes[name])}{there})")
+    return _some(said, len(names))
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "one number"
+
+
+def _some(said: list[str], count: int | None = None) -> str:
+    left = (count if count is not None else len(said)) - min(len(said), _MOST_NAMED)
+    return ", ".join(said[:_MOST_NAMED]) + (f" and {left} more" if left else "")
