@@ -124,6 +124,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "activation_checkpointing": {"activation_checkpointing": "full"},
     "accumulate": {"micro_batch": 4},
     "clip": {"clip": 1.0},
+    "ema": {"ema": 0.9},
 }
 COMPOSED = ("ddp2,tp2", "pp2,ddp2", "pp2,fsdp2", "pp2:zb,fsdp2", "fsdp2,tp2", "pp2,tp2", "pp1,ddp4")
 NAMES = (*PRESETS, *(f"pp:{schedule}" for schedule in SCHEDULES), *COMPOSED)

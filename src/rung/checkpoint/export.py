@@ -21,6 +21,7 @@ from rung.checkpoint.manifest import MANIFEST, Checkpoint, steps_in, write_whole
 from rung.checkpoint.plan import OpenFiles, dtype_of, read_whole
 from rung.checkpoint.survey import CheckpointLocation, CheckpointStatus, best_whole, inspect_checkpoint, survey
 from rung.errors import CheckpointError, ConfigError
+from rung.runtime.base import AVERAGE
 from rung.system.disk import free_bytes, is_full, room
 from rung.system.untrusted import read_json
 
@@ -55,25 +56,26 @@ class WeightSource:
         return str(counts.most_common(1)[0][0]).removeprefix("torch.") if counts else "float32"
 
 
-def find_source(location: CheckpointLocation, step: int | None = None) -> WeightSource:
+def find_source(location: CheckpointLocation, step: int | None = None, *, average: bool = False) -> WeightSource:
     """The newest whole checkpoint, or the weights of the run's end if newer; with `step`, those of that step."""
     if location.single is not None:
         checkpoint = _whole(inspect_checkpoint(location.single, -1))
         if step is not None and checkpoint.step != step:
             raise CheckpointError(f"{location.single} is of step {checkpoint.step}, not {step}.")
-        return of_checkpoint(checkpoint)
+        return of_checkpoint(checkpoint, average=average)
     skipped: list[str] = []
     weights, ended = None, -1
-    if location.weights is not None:
+    file = location.average if average else location.weights
+    if file is not None:
         try:
-            weights = of_file(location.weights, skipped)
+            weights = of_file(file, skipped)
             ended = weights.step if weights.step is not None else -1
         except CheckpointError as error:
             skipped.append(str(error))
     folders = steps_in(location.folders["checkpoints"])
     if step is not None:
         if step in folders:
-            return of_checkpoint(_whole(inspect_checkpoint(folders[step], step)))
+            return of_checkpoint(_whole(inspect_checkpoint(folders[step], step)), average=average)
         if weights is not None and ended == step:
             return weights
         finished = [number for number, path in folders.items() if (path / MANIFEST).exists()]
@@ -84,14 +86,14 @@ def find_source(location: CheckpointLocation, step: int | None = None) -> Weight
             break  # the final weights are newer than every checkpoint left
         found = inspect_checkpoint(path, number)
         if found.checkpoint is not None and found.problem is None:
-            return of_checkpoint(found.checkpoint, skipped)
+            return of_checkpoint(found.checkpoint, skipped, average=average)
         skipped.append(str(found.problem))
     if weights is None:
         raise CheckpointError(" ".join([f"there are no whole weights in {location.given}.", *skipped]))
     return weights
 
 
-def find_best_source(location: CheckpointLocation) -> WeightSource:
+def find_best_source(location: CheckpointLocation, *, average: bool = False) -> WeightSource:
     """The checkpoint of the best evaluation, by the setting `keep_best` of the run."""
     found = survey(location)
     kept, best = best_whole(found)
@@ -108,7 +110,7 @@ def find_best_source(location: CheckpointLocation) -> WeightSource:
             f"the best {best.metric} was at step {best.step}, which has no whole checkpoint; the best that has one is "
             f"step {kept.step}."
         )
-    return of_checkpoint(_whole(inspect_checkpoint(kept.path, kept.step, thorough=False)), notes)
+    return of_checkpoint(_whole(inspect_checkpoint(kept.path, kept.step, thorough=False)), notes, average=average)
 
 
 def _whole(found: CheckpointStatus) -> Checkpoint:
@@ -117,9 +119,16 @@ def _whole(found: CheckpointStatus) -> Checkpoint:
     return found.checkpoint
 
 
-def of_checkpoint(checkpoint: Checkpoint, notes: list[str] | None = None) -> WeightSource:
+def of_checkpoint(checkpoint: Checkpoint, notes: list[str] | None = None, *, average: bool = False) -> WeightSource:
+    """The weights of a checkpoint, or their average; what is not trained has none, and is taken as it is."""
     manifest, files = checkpoint.manifest, OpenFiles(checkpoint)
     stored = {key: f"model/{name}" for key, name in manifest["state_dict"].items()}
+    if average:
+        averages = {key: f"optimizer/{name}/{AVERAGE}" for key, name in manifest["state_dict"].items()}
+        found = {key: name for key, name in averages.items() if name in manifest["tensors"]}
+        if not found:
+            raise CheckpointError(f"the checkpoint of step {checkpoint.step} has no average: its run had no --ema.")
+        stored |= found
     entries = [
         Entry(key, dtype_of(checkpoint, name), tuple(manifest["tensors"][name]["shape"]))
         for key, name in stored.items()
@@ -133,7 +142,7 @@ def of_checkpoint(checkpoint: Checkpoint, notes: list[str] | None = None) -> Wei
             "checkpoint and is left out."
         )
     return WeightSource(
-        f"the checkpoint of step {checkpoint.step}",
+        f"the {'average in the ' if average else ''}checkpoint of step {checkpoint.step}",
         checkpoint.step,
         entries,
         lambda key: read_whole(checkpoint, stored[key], files),

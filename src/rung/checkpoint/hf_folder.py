@@ -6,10 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+from rung.checkpoint.survey import WEIGHTS as WEIGHTS
 from rung.errors import ConfigError
 from rung.spec.config import read_toml
 
-WEIGHTS = "model.safetensors"
 _CONFIG = "config.json"
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # tokenizers, templates, code of the model
 _TYPES = ("dtype", "torch_dtype")  # of the configuration, since transformers 5 and before

@@ -13,6 +13,7 @@ from rung.errors import CheckpointError
 from rung.spec.best_metric import Best, figure_of, read_best
 
 WEIGHTS = "model.safetensors"
+AVERAGE_WEIGHTS = "average.safetensors"  # the average that --ema keeps
 # The keys of a manifest that grow with the model: dropped, because a run may have a thousand checkpoints.
 _TENSOR_KEYS = ("tensors", "state_dict", "optimizer", "computed")
 _RUN_FILES = (WEIGHTS, "metrics.jsonl", "config.toml")
@@ -26,6 +27,7 @@ class CheckpointLocation:
     folders: dict[str, Path]  # of steps, by kind
     single: Path | None = None  # the path is one checkpoint
     weights: Path | None = None  # the weights saved at the end of the run
+    average: Path | None = None  # their average, with --ema
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,13 @@ def _locate(path: Path) -> CheckpointLocation:
     if steps_in(path):
         return CheckpointLocation(path, {"checkpoints": path})
     if _is_run(path):
-        weights = path / WEIGHTS
-        return CheckpointLocation(path, state_folders(path), weights=weights if weights.is_file() else None)
+        weights, average = (path / name for name in (WEIGHTS, AVERAGE_WEIGHTS))
+        return CheckpointLocation(
+            path,
+            state_folders(path),
+            weights=weights if weights.is_file() else None,
+            average=average if average.is_file() else None,
+        )
     runs = [run for run in path.iterdir() if _is_run(run)]
     hint = f" Did you mean {max(runs, key=lambda run: run.stat().st_mtime)}?" if runs else ""
     raise CheckpointError(f"{path} is not the directory of a run.{hint}")

@@ -127,6 +127,7 @@ def export_command(
     force: bool,
     like: str | None = None,
     as_hf: bool = False,
+    average: bool = False,
 ) -> int:
     """Write the weights of a run in a format that needs no Rung to read. Returns the exit code."""
     location = locate(Path(run))
@@ -144,7 +145,7 @@ def export_command(
     file = Path(output) / WEIGHTS if as_hf else Path(output)
     check_output(file, shard_bytes=shard_bytes, force=force)
     with Console(file=sys.stderr, markup=False).status("checking"):
-        source = find_best_source(location) if best else find_source(location, step)
+        source = find_best_source(location, average=average) if best else find_source(location, step, average=average)
     for note in source.notes:
         console.print(_text(note, "yellow"), soft_wrap=True)
     with Console(file=sys.stderr, markup=False).status(_text(f"writing {output}")):

@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
     )
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
     export.add_argument("--best", action="store_true", help="the best evaluation's checkpoint (--set keep_best=METRIC)")
+    export.add_argument("--average", action="store_true", help="the average of the weights that --ema keeps")
     export.add_argument(
         "--max-shard-size",
         metavar="SIZE",
@@ -48,5 +49,6 @@ def _run(options: argparse.Namespace) -> int:
         max_shard_size=options.max_shard_size,
         force=options.force,
         like=options.like,
+        average=options.average,
         as_hf=options.format == "hf",
     )

@@ -31,6 +31,7 @@ from rung.runtime.mesh import mesh_parts
 from rung.runtime.optimizer import make_optimizer, make_schedule
 from rung.runtime.pipeline import pipeline_parts
 from rung.runtime.step import StepRuntime
+from rung.runtime.weight_average import WeightAverage
 from rung.spec.compatibility import validate_config
 from rung.spec.config import RunConfig
 from rung.spec.presets import PRESETS
@@ -114,6 +115,18 @@ def build_runtime(
 
 def _assemble(context: RuntimeContext) -> Runtime:
     """The runtime of this rank: from the strategy's own module, or else from parts for the settings and the mesh."""
+    config = context.config
+    runtime = _of_strategy(context)
+    if config.ema is not None:
+        assert isinstance(runtime, StepRuntime)  # others refuse it
+        runtime.averaged = WeightAverage(context, config.ema).in_place
+        if config.eval_weights == "average":
+            runtime.parts.evaluated_weights = runtime.averaged
+            context.notes.append("evaluation takes the average of the weights (--ema), eval_weights=own the last ones")
+    return runtime
+
+
+def _of_strategy(context: RuntimeContext) -> Runtime:
     config, layout = context.config, context.world.layout
     if (module := _module_of(layout)) is not None:
         runtime: Runtime = module.build(context)

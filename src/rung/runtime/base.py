@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from rung.runtime.optimizer import LocalScaler
 from rung.runtime.phases import PhaseClock
 from rung.runtime.rank_state import RankLocalState
 from rung.system.units import human_size
+
+AVERAGE = "average"  # the key in the optimizer's state under which --ema keeps the average of a parameter
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,8 @@ class Runtime(Protocol):
     replica_threads: ReplicaThreads | None
     rank_state: RankLocalState | None
     work: Work | None  # replaces the training loop on this rank
+    # With --ema: the average of the weights in their place, while the context is open.
+    averaged: Callable[[], AbstractContextManager[None]] | None
 
     def begin(self, start: int, batches: Batches) -> None:
         """Called once the state is that after step `start`, with the batches to come."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -127,6 +127,7 @@ class ContextRuntime:
     replica_threads: ReplicaThreads | None = None
     rank_state: RankLocalState | None = None
     work: Work | None = None
+    averaged: Callable[[], AbstractContextManager[None]] | None = None
     counted_elsewhere: AbstractSet[int] = frozenset()
     copies_of_stages: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]] = ()
 

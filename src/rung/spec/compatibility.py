@@ -23,6 +23,13 @@ def validate_config(config: RunConfig, layout: Layout) -> None:
         if reason is not None:
             raise ConfigError(reason)
     validate_gradient_sync(config)
+    if config.ema is not None and config.local_steps > 1:
+        raise ConfigError(
+            f"--ema {config.ema} averages the weights of every step, and with --local-steps {config.local_steps} each "
+            "rank has others. Leave one of them out."
+        )
+    if config.eval_weights != "average" and config.ema is None:
+        raise ConfigError(f"eval_weights={config.eval_weights} is for --ema, which is not set.")
     if config.profile is not None and config.steps is not None and profiled_steps(config.profile)[0] > config.steps:
         raise ConfigError(f"--profile {config.profile} begins after the last step, {config.steps}.")
     if config.micro_batch is not None and config.micro_batch > config.batch_size:

@@ -67,6 +67,7 @@ class RunConfig:
         flag=True,
     )
     clip: float | None = _setting(None, "clip gradients to this global norm", float, flag=True)
+    ema: float | None = _setting(None, "keep an average of the weights that decays by this, as 0.999", float, flag=True)
     compile: bool = _setting(False, "torch.compile the model", bool, flag=True)
     activation_checkpointing: str = _setting(
         "none",
@@ -177,6 +178,9 @@ class RunConfig:
     )
     log_every: int = _setting(10, "steps between two reads of metrics from the device", int)
     eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)
+    eval_weights: str = _setting(
+        "average", "evaluate the average of --ema, or the own weights", str, ("average", "own")
+    )
     save_weights: bool = _setting(True, "write model.safetensors at the end", bool)
     keep_every: int | None = _setting(None, "also keep every checkpoint whose step is a multiple of this", int)
     keep_best: str = _setting(
@@ -278,6 +282,8 @@ def check(key: str, value: Any) -> Any:
         )
     if key in _AT_LEAST_ONE and value < 1:
         raise ConfigError(f"{key} must be at least 1, not {value}.")
+    if key == "ema" and not 0 < value < 1:
+        raise ConfigError(f"ema must be above 0 and below 1, as 0.999, not {value}.")
     if key == "clip" and not value > 0:
         raise ConfigError(f"clip must be above 0, not {value}.")
     if key in ("nproc", "nnodes"):

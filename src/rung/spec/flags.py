@@ -14,7 +14,7 @@ TRAIN_FLAGS = {
         "offload", "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
     ),
     "how much": ("batch_size", "micro_batch", "steps", "epochs", "init", "init_partial", "seed", "shuffle"),
-    "how": ("precision", "clip", "compile", "activation_checkpointing"),
+    "how": ("precision", "clip", "ema", "compile", "activation_checkpointing"),
     "run": ("checkpoint_every", "keep", "replicate_state", "max_restarts", "check", "timeout", "out", "profile", "log"),
 }  # fmt: skip
 # For flags whose type says too little, or whose choices are too long for one line.

@@ -73,6 +73,7 @@ ABILITIES: dict[str, Ability] = {
     "activation_checkpointing": Ability("`--activation-checkpointing`", ("activation_checkpointing",)),
     "accumulate": Ability("`--micro-batch`", ("micro_batch",)),
     "clip": Ability("`--clip`", ("clip",)),
+    "ema": Ability("`--ema`", ("ema", "eval_weights")),
     "batch_norm_sync": Ability("`batch_norm=sync`"),
     "chunked_loss": Ability("`chunked_loss`: cross entropy without keeping logits"),
     "remote_modules": Ability(
@@ -135,6 +136,10 @@ _SENDS_CALLS = {
     "trace": Refusal("{name} sends calls between processes or threads, which are not traced.", "Use {stand_in}."),
 }
 _OVER_RPC = {
+    "ema": Refusal(
+        "{asked} averages weights where they are updated, and under {name} servers or stages do that by calls.",
+        "Use {stand_in}, or leave it out.",
+    ),
     "fp16": Refusal(
         "{name} updates parameters on ranks without a loss, which cannot detect an overflow of gradients.",
         "Use --precision bf16 or fp32.",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rung.checkpoint import Checkpoint, Position, StorageTopology, is_same_topology, restore, save_weights
+from rung.checkpoint.survey import AVERAGE_WEIGHTS
 from rung.data.batch_shard import BatchPartition
 from rung.data.batches import Batches
 from rung.data.permutation import mix
@@ -228,6 +229,9 @@ def _save_result(
     status.phase("saving")
     try:
         save_weights(runtime, folder / "model.safetensors", step=step)
+        if runtime.averaged is not None:
+            with runtime.averaged():
+                save_weights(runtime, folder / AVERAGE_WEIGHTS, step=step)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {checkpointing.way_out}") from None
 

@@ -1,0 +1,71 @@
+"""An exponential moving average of the weights (`--ema`), as torch.optim.swa_utils computes it.
+
+It lies in the optimizer's state of each parameter, under a key of its own: so it is sharded as that is, is part of
+checkpoints, and goes to any other layout. Each rank averages what it updates, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from rung.runtime.base import AVERAGE
+from rung.runtime.context import RuntimeContext
+from rung.runtime.optimizer import local_part
+
+
+class WeightAverage:
+    """Averages the weights after each update of the optimizer, and puts the average in their place for a while."""
+
+    def __init__(self, context: RuntimeContext, decay: float) -> None:
+        self._optimizer, self._update = context.optimizer, context.sharded_update
+        self._combine: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._kept: dict[Tensor, Tensor] = {}  # while the optimizer steps
+        self._optimizer.register_step_pre_hook(self._put_aside)
+        self._optimizer.register_step_post_hook(self._follow)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _put_aside(self, *_: Any) -> None:
+        """An optimizer takes a parameter for new if its state is empty."""
+        for parameter in self._parameters():
+            if AVERAGE in self._optimizer.state.get(parameter, {}):
+                self._kept[parameter] = self._optimizer.state[parameter].pop(AVERAGE)
+
+    @torch.no_grad()
+    def _follow(self, *_: Any) -> None:
+        parameters = self._parameters()
+        known = [parameter for parameter in parameters if parameter in self._kept]
+        if known:
+            averages = [local_part(self._kept[parameter]) for parameter in known]
+            self._combine(averages, [local_part(parameter.detach()) for parameter in known], 0)
+        for parameter in parameters:
+            average = self._kept.pop(parameter, None)
+            self._optimizer.state[parameter][AVERAGE] = parameter.detach().clone() if average is None else average
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While inside, the model has the average for its weights. Collective under zero1."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter in self._parameters():
+            average = self._optimizer.state.get(parameter, {}).get(AVERAGE)
+            if average is not None:  # there is none before the first step
+                own, other = local_part(parameter.detach()), local_part(average)
+                kept = own.clone()
+                own.copy_(other)
+                other.copy_(kept)
+        if self._update is not None:
+            self._update.share_parameters()

@@ -1,0 +1,161 @@
+"""`--ema`: torch's own average of a plain loop, under every strategy, in evaluations, checkpoints and exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import default_collate
+
+from rung.cli.main import main
+from rung.data.permutation import Permutation
+from rung.errors import ConfigError
+from rung.launch.spawn import on_ranks
+from rung.spec.compatibility import validate_config
+from rung.spec.config import RunConfig, check
+from rung.spec.strategy import parse
+from rung.spec.task import Task
+from tests.checkpoints import legs
+from tests.marks import slow
+from tests.parity import by_hand, largest_difference, with_rung
+from tests.tasks import TASKS
+
+BASE: dict[str, Any] = {"batch_size": 10, "steps": 4, "precision": "fp64", "device": "cpu", "ema": 0.8}
+
+
+def averaged_by_hand(task: Task, config: RunConfig) -> tuple[dict[str, torch.Tensor], float]:
+    """torch's AveragedModel beside a plain loop, and the loss of the average over the evaluation data."""
+    torch.manual_seed(config.seed)
+    model = task.model().double()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema))
+    optimizer, data = task.optimizer(model), task.train_data()
+    order = Permutation(len(data), config.seed, shuffle=True)
+    per_epoch = -(-len(data) // config.batch_size)
+    schedule = task.schedule(optimizer, config.steps) if task.schedule else None
+    for step in range(config.steps or 0):
+        epoch, within = divmod(step, per_epoch)
+        first = within * config.batch_size
+        samples = order.samples(epoch, first, min(first + config.batch_size, len(data)))
+        inputs, target = default_collate([data[i] for i in samples])
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        optimizer.zero_grad()
+        task.loss(model(inputs), target).backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        average.update_parameters(model)
+    module = average.module.eval()
+    for name, buffer in model.named_buffers():
+        module.get_buffer(name).copy_(buffer)
+    held_out = task.eval_data()
+    inputs, target = default_collate([held_out[i] for i in range(len(held_out))])
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    with torch.no_grad():
+        return module.state_dict(), task.loss(module(inputs), target).item()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "model"),
+    [
+        ("single", 1, "adamw"),
+        ("ddp", 2, "babycnn"),
+        ("zero1", 2, "adamw"),
+        ("zero3", 3, "gpt"),
+        ("tp2", 2, "gpt"),
+        ("pp2,fsdp2", 4, "gpt"),
+        slow("zero2", 2, "adamw"),
+        slow("hsdp2x2", 4, "text"),
+        slow("pp2", 2, "gpt"),
+        slow("dp", 1, "text"),
+        slow("pp2,zero1x2", 4, "gpt"),
+    ],
+)
+def test_the_average_is_that_of_a_plain_loop(strategy: str, ranks: int, model: str) -> None:
+    chosen = RunConfig(**BASE)
+    _, loss = averaged_by_hand(TASKS[model](), chosen)
+    expected = by_hand(TASKS[model](), chosen)
+    assert abs(loss - expected.evaluation["loss"]) > 1e-6  # or this test could not tell them apart
+    found = on_ranks(with_rung, ranks, TASKS[model], strategy, chosen)[0] if ranks > 1 else None
+    found = found or with_rung(TASKS[model], strategy, chosen)
+    assert found.evaluation["loss"] == pytest.approx(loss, abs=1e-9)
+    found.evaluation = expected.evaluation  # of other weights
+    assert largest_difference(expected, found) < 1e-9, "training goes on with its own weights"
+
+
+def test_the_own_weights_can_be_evaluated() -> None:
+    chosen = RunConfig(**BASE, eval_weights="own")
+    assert largest_difference(by_hand(TASKS["text"](), chosen), with_rung(TASKS["text"], "single", chosen)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        [("ddp", 2, 2), ("pp2,fsdp2", 4, 3), ("single", 1, 4)],
+        slow([("zero1", 2, 1), ("zero3", 3, 2), ("tp2", 2, 3), ("ddp", 2, 4)]),
+    ],
+)
+def test_the_average_goes_through_checkpoints_of_other_layouts(route: list[Any], tmp_path: Path) -> None:
+    chosen = RunConfig(**{**BASE, "eval_every": "never"})
+    expected, _ = averaged_by_hand(TASKS["gpt"](), chosen)
+    legs(TASKS["gpt"], chosen, tmp_path / "run", route)
+    output = tmp_path / "average.safetensors"
+    assert main(["export", str(tmp_path / "run"), "--average", "--output", str(output)]) == 0
+    found = load_file(output)
+    assert set(found) == set(expected)
+    assert max((found[name] - value).abs().max().item() for name, value in expected.items()) < 1e-9
+
+
+class LateUser(nn.Module):
+    """A layer that gets no gradient in the first steps: Adam must still find its state empty then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.first(x) if self.calls < 3 else self.second(self.first(x))
+
+
+def test_optimizers_see_no_average_while_they_step() -> None:
+    from types import SimpleNamespace
+
+    from rung.runtime.weight_average import WeightAverage
+
+    torch.manual_seed(0)
+    models = [LateUser().double(), LateUser().double()]
+    models[1].load_state_dict(models[0].state_dict())
+    own, plain = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in models)
+    average = WeightAverage(SimpleNamespace(optimizer=own, sharded_update=None), 0.9)  # type: ignore[arg-type]
+    reference = AveragedModel(models[1], multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    for _ in range(5):
+        x = torch.randn(4, 3, dtype=torch.float64)
+        for model, optimizer in zip(models, (own, plain), strict=True):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        reference.update_parameters(models[1])
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+    before = [parameter.clone() for parameter in models[0].parameters()]
+    with average.in_place():
+        for a, b in zip(models[0].parameters(), reference.module.parameters(), strict=True):
+            assert (a - b).abs().max() < 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), before, strict=True))
+
+
+def test_what_cannot_be_averaged_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--local-steps 4"):
+        validate_config(RunConfig(ema=0.9, local_steps=4), parse("ddp", 2))
+    with pytest.raises(ConfigError, match="Use ddp"):
+        validate_config(RunConfig(ema=0.9), parse("ps", 3, servers=1))
+    with pytest.raises(ConfigError, match="eval_weights=own is for --ema"):
+        validate_config(RunConfig(eval_weights="own"), parse("ddp", 2))
+    with pytest.raises(ConfigError, match="below 1"):
+        check("ema", 1.0)
