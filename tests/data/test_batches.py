@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from rung.data.batch_shard import BatchPartition, MicroBatch
+from rung.data.batch_shard import BatchPartition, MicroBatch, SampleRange
 from rung.data.batches import Batches
 from rung.data.permutation import Permutation
-from rung.data.sample_reader import example_batch
+from rung.data.sample_reader import SampleReader, example_batch
 from rung.errors import DataError
 
 
@@ -404,3 +404,26 @@ def test_rows_that_are_replaced_during_a_run_are_read() -> None:
     assert next(windows).micro_batches[0].data[0].tolist() == [5, 4, 3]
     whole.tensors = (torch.arange(10, 16),)
     assert next(windows).micro_batches[0].data[0].tolist() == [15, 14, 13]
+
+
+class _Broken:
+    def __init__(self, *, reads_many: bool) -> None:
+        if reads_many:
+            self.__getitems__ = lambda samples: [self[index] for index in samples]
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[float, int]:
+        if index == 7:
+            raise ValueError("broken file")
+        return 1.0, 0
+
+
+@pytest.mark.parametrize("reads_many", [False, True])
+def test_a_sample_that_cannot_be_read_is_named(reads_many: bool) -> None:
+    reader = SampleReader(_Broken(reads_many=reads_many), Permutation(10, 0, shuffle=False), default_collate, 0)
+    reader[SampleRange(0, 0, 5, 5, 5)]
+    with pytest.raises(ValueError, match="broken file") as raised:
+        reader[SampleRange(0, 5, 10, 5, 5)]
+    assert raised.value.__notes__ == ["This is sample 7 of the data set: dataset[7] raises it."]

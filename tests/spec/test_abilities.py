@@ -117,6 +117,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "local_steps": {"local_steps": 4},
     "fp16": {"precision": "fp16"},
     "replicate_state": {"replicate_state": True},
+    "patience": {"patience": 2},
     "profile": {"profile": "3"},
     "rpc": {"rpc_host": "lo"},
     "mpi": {"backend": "mpi"},

@@ -11,7 +11,7 @@ from rung.spec.flags import add_settings, assignments_of
 _FLAGS = {
     "where": ("strategy", "sequence_parallel", "shard_by"),
     "how much": ("batch_size", "micro_batch"),
-    "how": ("precision", "clip", "activation_checkpointing", "compile", "offload", "compress"),
+    "how": ("precision", "clip", "ema", "activation_checkpointing", "compile", "offload", "compress"),
 }
 
 

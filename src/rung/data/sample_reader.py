@@ -108,8 +108,22 @@ class SampleReader:
         if rows is not None:
             return MicroBatch(rows, piece.real, piece.num_global)
         # A place of its own: no sample has a negative position.
-        data = self._collate(self._read(piece, samples), self._seed, piece.epoch, -1 - piece.start)
+        try:
+            items = self._read(piece, samples)
+        except Exception as error:
+            error.add_note(self._which(samples))
+            raise
+        data = self._collate(items, self._seed, piece.epoch, -1 - piece.start)
         return MicroBatch(data, piece.real, piece.num_global, self._collate.draws)
+
+    def _which(self, samples: list[int]) -> str:
+        """Which of the samples cannot be read."""
+        for index in samples:
+            try:
+                self._dataset[index]
+            except Exception:
+                return f"This is sample {index} of the data set: dataset[{index}] raises it."
+        return f"These are samples {', '.join(map(str, samples))} of the data set, read together."
 
     def _read(self, piece: SampleRange, samples: list[int]) -> list[Any]:
         # Seeding three generators for each sample costs more than reading a small one. Most data sets draw no random

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rung.errors import ConfigError, nearest
@@ -21,6 +21,7 @@ class Best:
     better: str  # max or min
     value: float
     step: int
+    since: int = field(default=0, compare=False)  # evaluations after it
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -36,11 +37,9 @@ class Goal:
     def take(self, metrics: Mapping[str, float], step: int, best: Best | None) -> Best | None:
         """The best after one more evaluation. Of equal values the first wins; nan and infinity never do."""
         value = self.value_of(metrics)
-        if not math.isfinite(value):
-            return best
-        if best is not None and not self.is_better(value, best.value):
-            return best
-        return Best(self.metric, self.better, value, step)
+        if math.isfinite(value) and (best is None or self.is_better(value, best.value)):
+            return Best(self.metric, self.better, value, step)
+        return replace(best, since=best.since + 1) if best is not None else None
 
     def value_of(self, metrics: Mapping[str, float]) -> float:
         if self.metric not in metrics:
@@ -78,7 +77,9 @@ def refuse_unknown_metric(goal: Goal, names: list[str]) -> None:
 def read_best(manifest: Mapping[str, Any]) -> Best | None:
     """The best evaluation so far, from a manifest."""
     found = manifest.get("best")
-    return Best(found["metric"], found["better"], float(found["value"]), int(found["step"])) if found else None
+    if not found:
+        return None
+    return Best(found["metric"], found["better"], float(found["value"]), int(found["step"]), int(found.get("since", 0)))
 
 
 def figure_of(manifest: Mapping[str, Any], metric: str) -> float | None:

@@ -53,9 +53,13 @@ def as_given(config: RunConfig, name: str) -> str:
 
 
 def refuse_best_without_evaluation(task: Task, config: RunConfig) -> None:
-    """Refuse `keep_best` without evaluations. The name of the metric is checked later, on the ranks."""
+    """Refuse `keep_best` without evaluations, and `--patience` without it. The metric's name is checked later."""
     goal = parse_best(config.keep_best)
     if goal is None:
+        if config.patience is not None:
+            raise ConfigError(
+                f"--patience {config.patience} needs what to watch: --set keep_best=loss, or a metric as top1:max."
+            )
         return
     if config.eval_every == "never":
         raise ConfigError(

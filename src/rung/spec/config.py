@@ -121,6 +121,9 @@ class RunConfig:
         None, "steps between two checkpoints; the end of the run is saved, too", int, flag=True
     )
     keep: int = _setting(3, "number of newest checkpoints to keep", int, flag=True)
+    patience: int | None = _setting(
+        None, "stop after this many evaluations without a new best one (keep_best)", int, flag=True
+    )
     replicate_state: bool = _setting(
         False, "copy each rank's state into a neighbour's memory in every step", bool, flag=True
     )
@@ -201,7 +204,7 @@ _MAX_CHARACTERS = 4096  # of a value; Python converts at most 4300 digits to an 
 _COUNT = re.compile("[0-9]{1,15}")
 _AT_LEAST_ONE = (
     "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep", "keep_every",
-    "grace_seconds", "servers", "local_steps",
+    "grace_seconds", "servers", "local_steps", "patience",
 )  # fmt: skip
 _WORDS_OR_COUNT = {"eval_every": (("epoch", "never"), "steps"), "chunked_loss": (("auto", "never"), "rows")}
 # Upper limits as powers of 2. Other counts are below 2**48, as in checkpoints.

@@ -15,7 +15,10 @@ TRAIN_FLAGS = {
     ),
     "how much": ("batch_size", "micro_batch", "steps", "epochs", "init", "init_partial", "seed", "shuffle"),
     "how": ("precision", "clip", "ema", "compile", "activation_checkpointing"),
-    "run": ("checkpoint_every", "keep", "replicate_state", "max_restarts", "check", "timeout", "out", "profile", "log"),
+    "run": (
+        "checkpoint_every", "keep", "patience", "replicate_state", "max_restarts", "check", "timeout", "out",
+        "profile", "log",
+    ),
 }  # fmt: skip
 # For flags whose type says too little, or whose choices are too long for one line.
 _METAVARS = {

@@ -65,6 +65,7 @@ ABILITIES: dict[str, Ability] = {
         "`--local-steps`", ("local_steps", "outer", "outer_lr", "outer_momentum"), lacking=_ONLY_DDP),
     "fp16": Ability("`--precision fp16`", ("precision",), ("fp16",)),
     "replicate_state": Ability("`--replicate-state`", ("replicate_state",)),
+    "patience": Ability("`--patience`", ("patience",)),
     "profile": Ability("`--profile`", ("profile",)),
     "rpc": Ability("`rpc_host`", ("rpc_host",), lacking=Refusal(
         "{asked} is for strategies over RPC, and {name} uses none.", _OR_LEAVE_OUT)),
@@ -224,6 +225,8 @@ PRESETS: dict[str, Preset] = {
             "replicate_state": Refusal(
                 "{asked} copies the state of each step, and under {name} steps overlap: only checkpoints have a "
                 "consistent state.", "Use --checkpoint-every, or ps."),
+            "patience": Refusal(
+                "{asked} ends all ranks after the same step, and under {name} they take none together.", "Use ps."),
             "profile": Refusal(
                 "{asked} traces steps that all ranks take together, and under {name} there are none.", "Use ps."),
             "session": Refusal("{name} has no steps that all processes take together.", "Use `rung train`, or ps."),

@@ -104,7 +104,7 @@ class _Loop:
             self._save_if_due()  # evaluated just now, or before an emergency save
         self._profile(self._start.step)
         self._status.phase("reading data")
-        for window in self._runtime.place(self._batches):
+        for window in self._runtime.place(self._batches) if not self._is_settled() else ():
             self._same_windows.check(window)
             is_last = window.step == self._batches.total_steps
             self._log_if_due(logs=self._take_step(window, is_last=is_last))
@@ -118,6 +118,8 @@ class _Loop:
                 return self._stop()
             self._show_ranks(window.step, at_once=is_last)
             self._profile(window.step, is_last=is_last)
+            if self._is_settled():
+                break
             self._status.phase("reading data")
         self._report_all_steps()
         wanted = self._evaluation is not None and self._config.eval_every != "never"
@@ -241,6 +243,18 @@ class _Loop:
             yield window
 
     # -- saving -------------------------------------------------------------------------------------------------
+
+    def _is_settled(self) -> bool:
+        """Whether the last evaluations brought nothing better (`--patience`). The same on all ranks."""
+        best, patience = self._position.best, self._config.patience
+        if patience is None or best is None or best.since < patience or self._position.evaluation_due:
+            return False
+        if self._world.is_main:
+            log.info(
+                "  ends after step %d: the last %d evaluations gave no better %s than %.4g, of step %d (--patience)",
+                self._position.step, best.since, best.metric, best.value, best.step,
+            )  # fmt: skip
+        return True
 
     def _is_stopped(self, asked: bool) -> bool:
         return asked and self._checkpointing is not None
