@@ -96,13 +96,16 @@ class InitialWeights:
         keys = list(self._readers)
         plain = {key: key for key in keys}
         candidates: list[tuple[str, dict[str, str]]] = [("", plain)]
-        for prefix in {f"{key.split('.')[0]}." for key in keys if "." in key}:
+        for prefix in sorted({f"{key.split('.')[0]}." for key in keys if "." in key}):
             cut = {key.removeprefix(prefix): key for key in keys}
-            candidates.append((f"their names there begin with {prefix!r}", cut))
-        for prefix in {f"{name.split('.')[0]}." for name in every if "." in name}:
+            if len(cut) == len(keys):  # else two tensors would have one name
+                candidates.append((f"their names there begin with {prefix!r}", cut))
+        for prefix in sorted({f"{name.split('.')[0]}." for name in every if "." in name}):
             longer = {f"{prefix}{key}": key for key in keys}
             candidates.append((f"their names in the model begin with {prefix!r}", longer))
-        said, best = max(candidates, key=lambda one: (sum(name in every for name in one[1]), not one[0]))
+        counts = [sum(name in every for name in found) for _, found in candidates]
+        # Where two prefixes fit alike, as for a file of one of two alike parts, none is taken.
+        said, best = candidates[counts.index(max(counts))] if counts.count(max(counts)) == 1 else candidates[0]
         if said:
             self.notes.append(f"{self.where}: {said}")
         return best

@@ -229,8 +229,7 @@ class Weights:
 
     def _materialized(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
         """The tensor with storage on `device` and its seeded values."""
-        is_sent = _on_meta(tensor) or name in self._initial_names
-        value = self._value(tensor, name).to(device) if is_sent else tensor.detach().to(device)
+        value = self._value(tensor, name).to(device) if self._is_sent(tensor, name) else tensor.detach().to(device)
         value = self._in_memory_format(value, tensor)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
@@ -248,7 +247,7 @@ class Weights:
 
     def _absent(self, tensor: Tensor, name: str, device: torch.device) -> Tensor:
         """A fake tensor in the place of one that another rank keeps."""
-        if _on_meta(tensor):
+        if self._is_sent(tensor, name):
             self._value(tensor, name)  # the broadcast needs every rank
         with fake_world.imagined(self.mode):
             absent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -257,6 +256,10 @@ class Weights:
         _copy_attributes(tensor, absent)
         absent.is_absent, absent.is_trained_elsewhere = True, tensor.requires_grad  # type: ignore[attr-defined]
         return absent
+
+    def _is_sent(self, tensor: Tensor, name: str) -> bool:
+        """Whether rank 0 has the value: of a skeleton's tensors, and of those in a file."""
+        return _on_meta(tensor) or name in self._initial_names
 
     def _value(self, skeleton: Tensor, name: str) -> Tensor:
         world = self._world
