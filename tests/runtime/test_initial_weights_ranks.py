@@ -217,6 +217,59 @@ def test_prefixes_of_wrappers_are_left_out_with_a_line(tmp_path: Path) -> None:
         twice.match(nn.ModuleDict({"student": nn.Linear(8, 3), "teacher": nn.Linear(8, 3)}), is_partial=True)
 
 
+class Drawn(nn.Module):
+    """Buffers that no file has: one drawn after the layers, one computed from a parameter."""
+
+    def __init__(self, *, from_parameter: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        norm = self.layer.weight.detach().norm(dim=0)
+        self.register_buffer("other", norm if from_parameter else torch.randn(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.other
+
+
+@pytest.mark.parametrize("from_parameter", [False, True])
+def test_buffers_that_are_drawn_or_computed_are_those_of_the_constructor(from_parameter: bool, tmp_path: Path) -> None:
+    task = text_task(model=lambda: Drawn(from_parameter=from_parameter))
+    path = as_file(state_of(Drawn(from_parameter=False)), tmp_path)
+    config = RunConfig(**{**BASE, "precision": "fp32"}, init=str(path))
+    torch.manual_seed(config.seed)
+    expected = Drawn(from_parameter=from_parameter).other
+    with open_world(parse("single", 1), device="cpu") as world:
+        assert torch.equal(build_runtime(task, world, config).model.other, expected)
+
+
+def problem_of(state: dict[str, torch.Tensor], model: nn.Module) -> str:
+    with pytest.raises(ConfigError) as raised:
+        InitialWeights(state).match(model, is_partial=False)
+    return str(raised.value)
+
+
+def test_what_would_be_taken_wrongly_is_refused() -> None:
+    linear = nn.Linear(2, 2)
+    doubled = {"weight": torch.zeros(2, 2), "ema.weight": torch.ones(2, 2), "ema.bias": torch.ones(2)}
+    assert "it lacks bias" in problem_of(doubled, linear) and "the model has no ema." in problem_of(doubled, linear)
+    kinds = {"weight": torch.zeros(2, 2, dtype=torch.complex64), "bias": torch.zeros(2)}
+    assert "weight (complex numbers there, not floating)" in problem_of(kinds, linear)
+    tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    same, other = torch.zeros(2, 2), torch.ones(2, 2)
+    assert "one weight for a.weight and b.weight, which differ" in problem_of(
+        {"a.weight": same, "b.weight": other}, tied
+    )
+    InitialWeights({"a.weight": same, "b.weight": same.clone()}).match(tied, is_partial=False)
+
+
+def test_old_files_may_have_buffers_that_are_not_saved_any_more() -> None:
+    model = Headed()
+    state = {**state_of(model), "angles": torch.zeros(7)}
+    found = InitialWeights({f"module._orig_mod.{name}": value for name, value in state.items()})
+    found.match(model, is_partial=False)
+    assert "angles" not in found.names and len(found.names) == 9
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

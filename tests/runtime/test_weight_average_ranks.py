@@ -23,7 +23,7 @@ from rung.spec.task import Task
 from tests.checkpoints import legs
 from tests.marks import slow
 from tests.parity import by_hand, largest_difference, with_rung
-from tests.tasks import TASKS
+from tests.tasks import TASKS, text_task
 
 BASE: dict[str, Any] = {"batch_size": 10, "steps": 4, "precision": "fp64", "device": "cpu", "ema": 0.8}
 
@@ -148,6 +148,33 @@ def test_optimizers_see_no_average_while_they_step() -> None:
         for a, b in zip(models[0].parameters(), reference.module.parameters(), strict=True):
             assert (a - b).abs().max() < 1e-12
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), before, strict=True))
+
+
+class HalfFrozen(nn.Module):
+    """What fine-tuning often is: an optimizer of all parameters, some of which get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 8)
+        self.embed.weight.requires_grad_(False)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 23)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(self.embed(tokens))))
+
+
+def half_frozen_task() -> Task:
+    return text_task(model=HalfFrozen, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def test_a_run_with_frozen_parameters_is_resumed(tmp_path: Path) -> None:
+    chosen = RunConfig(**{**BASE, "eval_every": "never"})
+    expected, _ = averaged_by_hand(half_frozen_task(), chosen)
+    legs(half_frozen_task, chosen, tmp_path / "run", [("single", 1, 2), ("zero3", 2, 3), ("ddp", 2, 4)])
+    output = tmp_path / "average.safetensors"
+    assert main(["export", str(tmp_path / "run"), "--average", "--output", str(output)]) == 0
+    found = load_file(output)
+    assert max((found[name] - value).abs().max().item() for name, value in expected.items()) < 1e-9
 
 
 def test_what_cannot_be_averaged_is_refused() -> None:

@@ -21,6 +21,7 @@ from rung.errors import ConfigError
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _WRAPPED = ("model", "state_dict", "model_state_dict")  # keys under which scripts save a model beside other things
+_WRAPPERS = ("module.", "_orig_mod.")  # which DDP and torch.compile put before every name
 _MOST_NAMED = 6  # tensors in a message
 
 
@@ -31,6 +32,7 @@ class InitialWeights:
         self.where = "initial_weights()" if isinstance(source, Mapping) else f"--init {source}"
         self._readers: dict[str, Callable[[], Tensor]] = {}  # by the names of the files
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._kinds: dict[str, str] = {}  # of numbers
         self._names: dict[str, str] = {}  # of the model -> of the files
         self.notes: list[str] = []
         if isinstance(source, Mapping):
@@ -53,21 +55,31 @@ class InitialWeights:
 
         With `is_partial`, what is missing or has another shape stays as the task makes it, and a note says so.
         """
-        names = _names_of(model)
+        kept = set(model.state_dict())
+        names = {name: one for name, one in _names_of(model).items() if kept & set(one[0])}
         found = self._without_prefix(names)
+        untied = []
         for name, (aliases, _) in names.items():
-            key = next((found[alias] for alias in aliases if alias in found), None)
-            if key is not None:
-                self._names[name] = key
+            keys = [found[alias] for alias in aliases if alias in found]
+            if keys:
+                self._names[name] = keys[0]
+            if any(not torch.equal(self._readers[keys[0]](), self._readers[key]()) for key in keys[1:]):
+                untied.append(" and ".join(alias for alias in aliases if alias in found))
         shapes = {name: tuple(tensor.shape) for name, (_, tensor) in names.items()}
         differ = [name for name, key in self._names.items() if self._shapes[key] != shapes[name]]
-        kept = set(model.state_dict())
-        missing = [name for name, (aliases, _) in names.items() if name not in self._names and kept & set(aliases)]
-        every = {alias for aliases, _ in names.values() for alias in aliases}
+        kinds = {name: _kind(tensor.dtype) for name, (_, tensor) in names.items()}
+        others = [name for name, key in self._names.items() if self._kinds[key] != kinds[name]]
+        missing = [name for name in names if name not in self._names]
+        every = {name for name, _ in _all_tensors(model)}  # buffers that are not saved may be in an old file
         unknown = [name for name in found if name not in every]
         problems = []
         if missing:
             problems.append(f"it lacks {_list(missing, shapes, unknown)}")
+        if untied:
+            problems.append(f"the model has one weight for {_some(untied)}, which differ there")
+        if others:
+            said = [f"{name} ({self._kinds[self._names[name]]} numbers there, not {kinds[name]})" for name in others]
+            problems.append(f"other types: {_some(said)}")
         if differ:
             said = [
                 f"{name} ({_shape(self._shapes[self._names[name]])} there, not {_shape(shapes[name])})"
@@ -75,33 +87,36 @@ class InitialWeights:
             ]
             problems.append(f"other shapes: {_some(said)}")
         if unknown:
-            others = {name: self._shapes[found[name]] for name in unknown}
-            problems.append(f"the model has no {_list(unknown, others, missing)}")
+            theirs = {name: self._shapes[found[name]] for name in unknown}
+            problems.append(f"the model has no {_list(unknown, theirs, missing)}")
         if problems and not is_partial:
             raise ConfigError(
                 f"{self.where} does not fit the model: {'; '.join(problems)}. "
                 "--init-partial takes what fits, and leaves the rest as the task makes it."
             )
-        for name in differ:
+        for name in {*differ, *others}:
             del self._names[name]
         if not self._names:
             raise ConfigError(f"{self.where}: no tensor fits the model: {'; '.join(problems)}.")
-        count = len(self._names.keys() | set(missing) | set(differ))
-        self.notes.append(f"{len(self._names)} of {count} tensors begin as in {self.where}")
+        self.notes.append(f"{len(self._names)} of {len(names)} tensors begin as in {self.where}")
         self.notes += [f"{self.where}: {problem}" for problem in problems]
 
     def _without_prefix(self, names: Mapping[str, Any]) -> dict[str, str]:
         """The files' names as the model has them, by the prefix that makes the most of them fit; a note says which."""
         every = {alias for aliases, _ in names.values() for alias in aliases}
-        keys = list(self._readers)
-        plain = {key: key for key in keys}
+        plain = {key: key for key in self._readers}
+        while plain and (
+            wrapper := next((one for one in _WRAPPERS if all(name.startswith(one) for name in plain)), "")
+        ):
+            plain = {name.removeprefix(wrapper): key for name, key in plain.items()}
+            self.notes.append(f"{self.where}: all names there begin with {wrapper!r}")
         candidates: list[tuple[str, dict[str, str]]] = [("", plain)]
-        for prefix in sorted({f"{key.split('.')[0]}." for key in keys if "." in key}):
-            cut = {key.removeprefix(prefix): key for key in keys}
-            if len(cut) == len(keys):  # else two tensors would have one name
+        for prefix in sorted({f"{name.split('.')[0]}." for name in plain if "." in name}):
+            cut = {name.removeprefix(prefix): key for name, key in plain.items()}
+            if len(cut) == len(plain):  # else two tensors would have one name
                 candidates.append((f"their names there begin with {prefix!r}", cut))
         for prefix in sorted({f"{name.split('.')[0]}." for name in every if "." in name}):
-            longer = {f"{prefix}{key}": key for key in keys}
+            longer = {f"{prefix}{name}": key for name, key in plain.items()}
             candidates.append((f"their names in the model begin with {prefix!r}", longer))
         counts = [sum(name in every for name in found) for _, found in candidates]
         # Where two prefixes fit alike, as for a file of one of two alike parts, none is taken.
@@ -114,7 +129,10 @@ class InitialWeights:
         if file.suffix == ".safetensors":
             opened = _opened(file)
             for name in opened.keys():  # noqa: SIM118
-                self._shapes[name] = tuple(opened.get_slice(name).get_shape())
+                part = opened.get_slice(name)
+                self._shapes[name] = tuple(part.get_shape())
+                letters = part.get_dtype().rstrip("0123456789_EMN")  # F, BF, C, I, U, BOOL
+                self._kinds[name] = {"F": "floating", "BF": "floating", "C": "complex"}.get(letters, "whole")
                 self._readers[name] = partial(opened.get_tensor, name)
             return
         try:
@@ -135,17 +153,24 @@ class InitialWeights:
     def _add_state(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor):
-                self._shapes[name] = tuple(value.shape)
+                self._shapes[name], self._kinds[name] = tuple(value.shape), _kind(value.dtype)
                 self._readers[name] = value.detach
 
 
 def _names_of(model: nn.Module) -> dict[str, tuple[list[str], Tensor]]:
     """Each tensor of a model by its first name, with all of its names: tied weights have several."""
     found: dict[int, tuple[list[str], Tensor]] = {}
-    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    for name, tensor in (pair for pairs in named for pair in pairs):
+    for name, tensor in _all_tensors(model):
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return {aliases[0]: (aliases, tensor) for aliases, tensor in found.values()}
+
+
+def _all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "whole"
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from rung.data.rng import seed_generators
+from rung.data.rng import GeneratorMarks, seed_generators
 from rung.distributed import fake_world
 from rung.distributed.collectives import broadcast_from
 from rung.distributed.torch_private import buffers_of, num_gradient_hooks, plain_attributes
@@ -140,11 +140,15 @@ class Weights:
         if set(_names_of(model).values()) <= self._initial_names:
             return None
         if {name for name, _ in model.named_parameters()} <= self._initial_names:
-            try:
-                with _parameters_on_meta():
-                    return self._build(task, seed, "cpu")
-            except Exception:
-                return self._build(task, seed, "cpu")  # its constructor reads their values
+            seed_generators(seed)
+            torch.manual_seed(seed)
+            seeded = GeneratorMarks()  # of the state from which a model is built
+            with contextlib.suppress(Exception), _parameters_on_meta():  # a constructor may read their values
+                source = self._build(task, seed, "cpu")
+                buffers = {} if source is None else dict(source.named_buffers())
+                is_whole = not any(_on_meta(b) for name, b in buffers.items() if name not in self._initial_names)
+                if is_whole and seeded.hold():  # else a buffer is drawn, or computed from a parameter
+                    return source
         return self._build(task, seed, "cpu")
 
     def _build(self, task: Task, seed: int, device: str) -> nn.Module | None:

@@ -120,7 +120,7 @@ def _assemble(context: RuntimeContext) -> Runtime:
     if config.ema is not None:
         assert isinstance(runtime, StepRuntime)  # others refuse it
         runtime.averaged = WeightAverage(context, config.ema).in_place
-        if config.eval_weights == "average":
+        if config.eval_weights == "average" and context.task.eval_data is not None:
             runtime.parts.evaluated_weights = runtime.averaged
             context.notes.append("evaluation takes the average of the weights (--ema), eval_weights=own the last ones")
     return runtime

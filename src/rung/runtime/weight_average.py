@@ -33,10 +33,18 @@ class WeightAverage:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _put_aside(self, *_: Any) -> None:
-        """An optimizer takes a parameter for new if its state is empty."""
-        for parameter in self._parameters():
-            if AVERAGE in self._optimizer.state.get(parameter, {}):
-                self._kept[parameter] = self._optimizer.state[parameter].pop(AVERAGE)
+        """Some optimizers take a parameter for new if its state is empty.
+
+        A parameter that never had a gradient has no state, and is its own average until now.
+        """
+        parameters, state = self._parameters(), self._optimizer.state
+        for parameter in parameters:
+            if AVERAGE in state.get(parameter, {}):
+                self._kept[parameter] = state[parameter].pop(AVERAGE)
+        if self._kept:  # this is not the first step, whose result the average is
+            for parameter in parameters:
+                if parameter.grad is not None and parameter not in self._kept:
+                    self._kept[parameter] = parameter.detach().clone()
 
     @torch.no_grad()
     def _follow(self, *_: Any) -> None:
@@ -45,9 +53,11 @@ class WeightAverage:
         if known:
             averages = [local_part(self._kept[parameter]) for parameter in known]
             self._combine(averages, [local_part(parameter.detach()) for parameter in known], 0)
-        for parameter in parameters:
-            average = self._kept.pop(parameter, None)
-            self._optimizer.state[parameter][AVERAGE] = parameter.detach().clone() if average is None else average
+        else:
+            self._kept = {p: p.detach().clone() for p in parameters if p.grad is not None}
+        for parameter, average in self._kept.items():
+            self._optimizer.state[parameter][AVERAGE] = average
+        self._kept.clear()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -62,7 +72,7 @@ class WeightAverage:
     def _swap(self) -> None:
         for parameter in self._parameters():
             average = self._optimizer.state.get(parameter, {}).get(AVERAGE)
-            if average is not None:  # there is none before the first step
+            if average is not None:
                 own, other = local_part(parameter.detach()), local_part(average)
                 kept = own.clone()
                 own.copy_(other)
