@@ -97,14 +97,16 @@ class _Loop:
     def run(self) -> Summary:
         for observer in self._observers:
             observer.on_start({"total_steps": self._batches.total_steps, **self._facts}, self._start.step)
-        started = time.perf_counter()
+        started, config = time.perf_counter(), self._config
         if self._is_stopped(self._heartbeat.check()) or (self._start.evaluation_due and not self._evaluate()):
             return self._stop()
         if self._checkpointing is not None and self._checkpointing.is_best(self._position):
             self._save_if_due()  # evaluated just now, or before an emergency save
         self._profile(self._start.step)
         self._status.phase("reading data")
-        for window in self._runtime.place(self._batches) if not self._is_settled() else ():
+        for window in (
+            self._runtime.place(self._batches) if not _is_settled(self._position, config, self._world) else ()
+        ):
             self._same_windows.check(window)
             is_last = window.step == self._batches.total_steps
             self._log_if_due(logs=self._take_step(window, is_last=is_last))
@@ -118,7 +120,7 @@ class _Loop:
                 return self._stop()
             self._show_ranks(window.step, at_once=is_last)
             self._profile(window.step, is_last=is_last)
-            if self._is_settled():
+            if _is_settled(self._position, config, self._world):
                 break
             self._status.phase("reading data")
         self._report_all_steps()
@@ -244,18 +246,6 @@ class _Loop:
 
     # -- saving -------------------------------------------------------------------------------------------------
 
-    def _is_settled(self) -> bool:
-        """Whether the last evaluations brought nothing better (`--patience`). The same on all ranks."""
-        best, patience = self._position.best, self._config.patience
-        if patience is None or best is None or best.since < patience or self._position.evaluation_due:
-            return False
-        if self._world.is_main:
-            log.info(
-                "  ends after step %d: the last %d evaluations gave no better %s than %.4g, of step %d (--patience)",
-                self._position.step, best.since, best.metric, best.value, best.step,
-            )  # fmt: skip
-        return True
-
     def _is_stopped(self, asked: bool) -> bool:
         return asked and self._checkpointing is not None
 
@@ -289,6 +279,19 @@ class _Loop:
 
 class _AskedToStop(Exception):
     """Raised in the middle of an evaluation."""
+
+
+def _is_settled(position: Position, config: RunConfig, world: World) -> bool:
+    """Whether the last evaluations brought nothing better (`--patience`). The same on all ranks."""
+    best, patience = position.best, config.patience
+    if patience is None or best is None or best.since < patience or position.evaluation_due:
+        return False
+    if world.is_main:
+        log.info(
+            "  ends after step %d: the last %d evaluations gave no better %s than %.4g, of step %d (--patience)",
+            position.step, best.since, best.metric, best.value, best.step,
+        )  # fmt: skip
+    return True
 
 
 def _position_after(before: Position, window: LocalBatch) -> Position:
