@@ -142,8 +142,12 @@ def report_failure(state: Path, rank: int, board: StatusBoard, error: BaseExcept
     try:
         record()
     except BaseException:
-        # Probably out of memory: release the locals of the failing frames, and try again.
-        traceback.clear_frames(error.__traceback__)
+        # Probably out of memory: release the locals of the failing frames, and try again. Memory may have run out once
+        # more while the first error was handled; then the frames that fill it are those of that one.
+        one: BaseException | None = error
+        while one is not None:
+            traceback.clear_frames(one.__traceback__)
+            one = one.__cause__ or one.__context__
         with contextlib.suppress(OSError):  # the traceback in the log below must do
             record()
     status = board.read(rank)
