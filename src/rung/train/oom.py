@@ -12,7 +12,9 @@ from rung.distributed.world import World
 from rung.runtime.base import Runtime
 from rung.system.units import human_bytes
 
-_MESSAGES = re.compile(r"can't allocate memory|out of memory|DefaultCPUAllocator|Cannot allocate memory", re.IGNORECASE)
+_MESSAGES = re.compile(
+    r"can't allocate memory|out of memory|DefaultCPUAllocator|Cannot allocate memory|std::bad_alloc", re.IGNORECASE
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

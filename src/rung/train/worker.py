@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -130,7 +131,12 @@ def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure
             persistence=persistence,
         )
     except Exception as error:
-        _fill_failure(failure, error, runtime, world, config, persistence.checkpointing)
+        fill = partial(_fill_failure, failure, error, runtime, world, config, persistence.checkpointing)
+        try:
+            fill()
+        except MemoryError:  # the failing frames still hold what filled the memory
+            traceback.clear_frames(error.__traceback__)
+            fill()
         raise
     # Of all ranks: those that notice something need not be the main one, which under ps is a server.
     found = world.gather_objects(runtime.notes[num_notes:])

@@ -78,7 +78,7 @@ def strike(place, step=STEP):
         time.sleep(60)
     if FAULT == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
-    if FAULT == "out of memory":
+    if FAULT.startswith("out of memory"):
         run_out_of_memory()
     if FAULT == "hang":
         time.sleep(60)
@@ -105,7 +105,12 @@ def strike_again(place):
 def run_out_of_memory():
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-    hoard = []
+    hoard, size = [], 1 << 20
+    while FAULT.endswith("to the last byte") and size >= 64:
+        try:
+            hoard.append(bytearray(size))
+        except MemoryError:
+            size //= 2
     while True:
         hoard.append(torch.zeros(1 << 18))  # 1 MiB
 
@@ -395,11 +400,12 @@ local._run_agent = poisoned
     assert "killed by SIGKILL" in outcome.assert_names(first, 0, "not started")
 
 
-def test_a_rank_out_of_memory_still_reports(launcher: WarmLauncher, tmp_path: Path) -> None:
-    write_task(tmp_path, "forward", "out of memory", rank=1)
+@pytest.mark.parametrize("fault", ["out of memory", "out of memory to the last byte"])
+def test_a_rank_out_of_memory_still_reports(launcher: WarmLauncher, tmp_path: Path, fault: str) -> None:
+    write_task(tmp_path, "forward", fault, rank=1)
     outcome = launcher.run(tmp_path, "--set", "oom_retry=false")
     headline = outcome.assert_names(1, 2, "forward")
-    assert "allocate" in headline or "MemoryError" in headline
+    assert "allocate" in headline or "bad_alloc" in headline or "MemoryError" in headline
     assert "hoard.append" in outcome.screen
 
 
