@@ -20,7 +20,6 @@ from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import open_world
 from rung.planner.dryrun import dry_run
 from rung.planner.recorder import Message, Recorder
-from rung.planner.trace import Sent
 from rung.runtime import build_runtime
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout, parse
@@ -158,6 +157,6 @@ def test_a_dry_run_sends_what_real_ranks_send(case: Case, sent_for_real: Callabl
     real = sent_for_real(case)
     for rank in case.looked_at:
         run = dry_run(case.make_task(), case.layout, case.config, rank=rank)
-        pretended = [event.message for event in run.trace.events[run.second_step :] if isinstance(event, Sent)]
+        pretended = run.trace.messages(run.second_step)
         assert pretended == real[rank], f"rank {rank}"
         assert pretended, "something is sent"

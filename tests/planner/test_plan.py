@@ -558,3 +558,19 @@ def test_products_by_groups_and_attention_with_shared_keys_are_counted() -> None
     length = text_task().train_data()[0][0].numel()
     assert flops["_grouped_mm", "forward"] == 2 * 2 * length * 32 * 16
     assert flops["_scaled_dot_product_flash_attention", "forward"] == 4 * 2 * 4 * length**2 * 8
+
+
+def test_float8_is_planned_where_the_device_has_it() -> None:
+    task = text_task(model=lambda: TinyGPT(64, 128, 2, 16))
+    config = RunConfig(batch_size=8, device="cpu")
+    quick = parse_cluster("1xH200")
+
+    def products(precision: str) -> set[str]:
+        run = dry_run(task, parse("single", 1), replace(config, precision=precision), device="cuda")
+        return {work.dtype for work in run.trace.works() if work.name == "_scaled_mm"}
+
+    assert products("fp8") == {"float8_e4m3fn", "float8_e5m2"} and not products("bf16")
+    assert quick.device.product_rate("fp8", 1e12) > 1.2 * quick.device.product_rate("bf16", 1e12)
+    assert make_plan(task, replace(config, precision="fp8"), quick, only="single").rows
+    with pytest.raises(ConfigError, match="the record of A100 has no rate for it"):
+        make_plan(task, replace(config, precision="fp8"), parse_cluster("1xA100"), only="single")

@@ -60,6 +60,8 @@ foreach_div_, foreach_mul_ = torch._foreach_div_, torch._foreach_mul_
 
 # Checks a condition on the device. `assert` and `torch.Tensor.item` would synchronize with it.
 assert_async = torch._assert_async
+# The public `F.scaled_mm` has no formula for the counter of floating-point operations.
+scaled_mm = torch._scaled_mm
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

@@ -43,20 +43,23 @@ class Device:
     launch: float = 2e-6
     # Seconds of the host: for an operation of forward or backward, for one that calls a library (products,
     # convolutions, norms, attention; None: the same), for one of the update (None: the same), for a module's call, for
-    # a kernel that a library issues within an operation, and for a step beside these.
+    # a kernel that a library issues within an operation, for a step beside these, and for a message with the hooks
+    # around it: a gather or scatter, which FSDP makes, and any other. Not on CPUs, where a link's record has all of it.
     issue: float = 9e-6
     issue_large: float | None = None
     issue_in_update: float | None = None
     call: float = 0.0
     inner: float = 5e-6
     begin: float = 0.0
+    send: float = 2e-4
+    gather: float = 7e-4
     workspaces: Mapping[str, int] = field(default_factory=lambda: {"forward": 32 * _MIB, "backward": 32 * _MIB})
     context: int = 850 * _MIB
     communicator: int = 300 * _MIB
     # What `--offload cpu` uses, for each device: the link to the host's memory one way, and the bytes that the host
     # reads and writes in a second while it updates parameters.
     host_link: float = 25e9
-    host_bandwidth: float = 20e9
+    host_bandwidth: float = 60e9
     overlaps: bool = True  # whether communication overlaps with computation
     rates: Mapping[str, Curve] = field(default_factory=dict)  # measured: operations of a product -> operations/s
     bandwidths: Curve = ()  # measured: bytes of an operation -> bytes/s

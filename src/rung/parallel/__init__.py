@@ -1,7 +1,7 @@
 """Parallelize a module for the layout of a world. This module alone defines the order of transformations:
 
-pipeline stages -> batch norm -> activation checkpointing -> compile -> loss in chunks -> for each unit: storage, tensor
-parallel, FSDP.
+pipeline stages -> float8 -> batch norm -> activation checkpointing -> compile -> loss in chunks -> for each unit:
+storage, tensor parallel, FSDP.
 Units get their storage one at a time from `Weights.fill`, because the whole model may not fit on a device. The runtime
 applies DDP, which wraps the finished module.
 """
@@ -23,6 +23,7 @@ from rung.parallel.activation import apply_activation_checkpointing
 from rung.parallel.batchnorm import SyncBatchNorm, batch_norms, synchronise_batch_norm
 from rung.parallel.blocks import BlockReuse, find_blocks
 from rung.parallel.dropout import NoDropout, turn_off_dropout, without_dropout
+from rung.parallel.float8 import compute_in_float8
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.host_weights import HostWeights
 from rung.parallel.materialize import Weights, is_absent
@@ -117,6 +118,8 @@ def parallelize(
     if layout.pp > 1:
         parallel.stages = _split(parallel, weights, world, config, task, example)
 
+    if config.precision == "fp8":
+        notes.append(compute_in_float8(model, world, config, blocks, parallel.plan))
     _apply_batch_norm(model, world, config, notes)
 
     if config.activation_checkpointing != "none":

@@ -21,6 +21,7 @@ from rung.errors import ModelError
 _COSTLY_NAMES = (
     "mm",
     "addmm",
+    "_scaled_mm",
     "bmm",
     "baddbmm",
     "convolution",

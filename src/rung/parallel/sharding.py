@@ -19,12 +19,15 @@ from rung.parallel.materialize import is_absent
 from rung.spec.abilities import reshards_after_forward, shards_parameters
 from rung.spec.config import RunConfig, shard_size
 
+# What autocast computes in.
+HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
 
 def gathered_type(world: World, config: RunConfig) -> torch.dtype | None:
     """The dtype in which sharded parameters are gathered; None if it is their own."""
     if not world.layout.uses_fully_shard or world.device_type != "cuda" or config.gather != "auto":
         return None
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+    return HALF_TYPES.get(config.precision)
 
 
 class Sharding:
@@ -49,7 +52,7 @@ class Sharding:
                 param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
             notes.append(
-                f"{config.precision}: parameters are gathered in {config.precision}; "
+                f"{config.precision}: parameters are gathered in {str(half).removeprefix('torch.')}; "
                 "master weights and reductions are fp32"
             )
         pins = world.device.type == "cuda"  # not the fake tensors of a dry run

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,28 +18,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
+from rung.distributed.torch_private import scaled_mm
 from rung.distributed.world import World, open_world
 from rung.hardware.bench.collectives import Case, SweepPlan
 from rung.hardware.bench.sweep import run_on_ranks
 from rung.hardware.cluster import HERE, HERE_FILE, Cluster, Device, Link
 from rung.launch.fork_server import start_fork_server
 from rung.launch.spawn import on_ranks
+from rung.parallel.float8 import FIRST_CAPABILITY
 from rung.planner.cost import duration, step_time
 from rung.planner.dryrun import dry_run
+from rung.planner.host_times import HostTimes, SmallTask, host_of_device, measure_small_step, small_config, works_of
 from rung.planner.kernels import Point, measure_kernels
-from rung.planner.trace import Sent, Work
-from rung.runtime import build_runtime
-from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
-from rung.spec.task import Task
 from rung.system.disk import check_file, writing
 from rung.system.host import free_host_bytes, processor_name
 from rung.system.processes import num_cores
 from rung.system.units import human_bytes
-from rung.train.worker import make_batches
 
 # TF32 is fp32 for whoever asks torch for it.
 _TYPES = {
@@ -49,12 +44,11 @@ _TYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp64": torch.float64,
+    "fp8": torch.float8_e4m3fn,
 }
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 _SIZES = (1024, 16384, 262144, 2**22, 2**24)
 _SLOW = 0.1  # seconds: after a matrix product this slow, larger ones of its dtype are skipped
-_SMALL_STEPS = 60
-_HOST_ROUNDS = 3  # a host that others use, too, has slow moments
 
 
 @dataclass(frozen=True)
@@ -67,33 +61,19 @@ class Abilities:
     host: HostTimes
 
 
-@dataclass(frozen=True)
-class HostTimes:
-    """What the host takes: fields of `Device`. On a CPU, which computes what it issues, all is in `issue`."""
-
-    issue: float
-    issue_large: float | None = None
-    issue_in_update: float | None = None
-    call: float = 0.0
-    inner: float | None = None
-    begin: float = 0.0
-    host_link: float | None = None
-    host_bandwidth: float | None = None
-
-
 def measure_abilities(nproc: int, device: str) -> Abilities:
     """Measure matrix products by size and dtype, memory bandwidth by size, other kernels, and the cost of an issue."""
     with open_world(parse("ddp" if nproc > 1 else "single", nproc), device=device, timeout_seconds=120) as world:
         # If processes share a core, the fastest of several times had the core to itself and must not be taken.
         stopwatch = _Stopwatch(world, takes_turns=device == "cpu" and nproc > num_cores())
-        names = [name for name in _TYPES if device == "cuda" or name != "tf32"]
+        names = [name for name in _TYPES if _is_computed(name, device)]
         rates = {name: _matrix_products(name, stopwatch) for name in names}
         types = (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16)
         kernels = measure_kernels(world, stopwatch, types)
         found = Abilities(rates, _memory_bandwidths(stopwatch), kernels, HostTimes(0.0))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # each process trains alone
         os.environ.pop(name, None)
-    host = _host_of_device() if device == "cuda" else HostTimes(_issue_on_cpu(found))
+    host = host_of_device() if device == "cuda" else HostTimes(_issue_on_cpu(found))
     return replace(found, host=host)
 
 
@@ -143,6 +123,13 @@ class _Stopwatch:
         return (time.perf_counter() - started) / times
 
 
+def _is_computed(name: str, device: str) -> bool:
+    """Whether the device multiplies in this type."""
+    if name == "fp8":
+        return device == "cuda" and torch.cuda.get_device_capability() >= FIRST_CAPABILITY
+    return device == "cuda" or name != "tf32"
+
+
 def _matrix_products(name: str, stopwatch: _Stopwatch) -> list[Point]:
     found, dtype = [], _TYPES[name]
     where = stopwatch.where
@@ -151,7 +138,11 @@ def _matrix_products(name: str, stopwatch: _Stopwatch) -> list[Point]:
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     for size in sizes:
         left, right = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
-        seconds = stopwatch(partial(torch.mm, left, right))
+        product = partial(torch.mm, left, right)
+        if name == "fp8":
+            one = torch.ones((), device=where)
+            product = partial(scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        seconds = stopwatch(product)
         found.append((2.0 * size**3, 2.0 * size**3 / seconds))
         if stopwatch.agree(seconds > _SLOW):
             break
@@ -173,91 +164,10 @@ def _memory_bandwidths(stopwatch: _Stopwatch) -> list[Point]:
 
 def _issue_on_cpu(found: Abilities) -> float:
     """The overhead of one operation: the step time of a small model divided by its number of operations."""
-    works = _works_of(SmallTask(), "cpu")
+    works = works_of(SmallTask(), "cpu")
     own = _as_device(found)
     seconds = measure_small_step(SmallTask(), "single", 1, "cpu") - sum(duration(work, own)[0] for work in works)
     return max(1e-6, seconds / len(works))
-
-
-def _host_of_device() -> HostTimes:
-    """From steps so small that a GPU waits for the host in them, which differ in one thing each."""
-    few, many, called = SmallTask(6, modules=False), SmallTask(24, modules=False), SmallTask(24)
-    scaled, apart = replace(many, scalings=4), replace(many, single=True)
-    tasks = (few, many, called, scaled, apart)
-    rounds = [{task: measure_small_step(task, "single", 1, "cuda") for task in tasks} for _ in range(_HOST_ROUNDS)]
-    seconds = {task: statistics.median(one[task] for one in rounds) for task in tasks}
-    works = {task: _works_of(task, "cuda") for task in tasks}
-    own = {task: sum(work.phase != "update" for work in works[task]) for task in tasks}
-    large = {task: sum(work.is_large for work in works[task]) for task in tasks}
-    small = {task: own[task] - large[task] for task in tasks}
-    updates = {task: len(works[task]) - own[task] for task in tasks}
-    issue = max(1e-6, (seconds[scaled] - seconds[many]) / (small[scaled] - small[many]))
-    in_layers = seconds[many] - seconds[few] - issue * (small[many] - small[few])
-    issue_large = max(issue, in_layers / (large[many] - large[few]))
-    in_update = max(1e-6, (seconds[apart] - seconds[many]) / (updates[apart] - updates[many]))
-    calls = sum(work.calls for work in works[called]) - sum(work.calls for work in works[many])
-    call = max(0.0, (seconds[called] - seconds[many]) / calls)
-    explained = small[few] * issue + large[few] * issue_large + updates[few] * in_update
-    explained += call * sum(work.calls for work in works[few])
-    begin = max(0.0, seconds[few] - explained)
-    return HostTimes(issue, issue_large, in_update, call, _inner_issue(), begin, *_rates_of_offloading())
-
-
-def _inner_issue() -> float:
-    """The host's time for a product that cuDNN issues, from a recurrent layer whose products are small, but not so
-    small that one kernel computes them all."""
-    layer = nn.LSTM(768, 768, num_layers=2).cuda()
-    short, long = 16, 80  # time steps, so few that the device's queue takes all
-    times: dict[int, list[float]] = {short: [], long: []}
-    for length in (short, long) * 12:
-        input = torch.zeros(length, 4, 768, device="cuda")
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        layer(input)[0].sum().backward()
-        times[length].append(time.perf_counter() - started)
-    torch.cuda.synchronize()
-    apart = statistics.median(times[long][3:]) - statistics.median(times[short][3:])
-    return max(1e-6, apart / ((long - short) * 2 * 3))  # of each layer one product in forward and two in backward
-
-
-def _rates_of_offloading() -> tuple[float, float]:
-    """Bytes per second from pinned memory to the device, and those that the host moves in operations of an update."""
-    size = 2**28
-    on_host = torch.zeros(size // 4, pin_memory=True)
-    other, on_device = torch.zeros(size // 4), torch.zeros(size // 4, device="cuda")
-
-    def seconds(function: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(8):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            function()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times[2:])
-
-    copied = seconds(lambda: on_device.copy_(on_host, non_blocking=True))
-    return size / copied, 3 * size / seconds(lambda: other.add_(on_host, alpha=0.5))  # which reads two and writes one
-
-
-def _works_of(task: SmallTask, device: str) -> list[Work]:
-    run = dry_run(task.task(), parse("single", 1), _small_config(1), device=device)
-    return [event for event in run.trace.events[run.second_step :] if isinstance(event, Work)]
-
-
-def measure_small_step(small: SmallTask, strategy: str, nproc: int, device: str) -> float:
-    """The median seconds of a step of the small task."""
-    layout, config, task = parse(strategy, nproc), _small_config(nproc), small.task()
-    times = []
-    with open_world(layout, device=device, timeout_seconds=120) as world:
-        runtime = build_runtime(task, world, config, total_steps=_SMALL_STEPS)
-        for window in runtime.place(make_batches(task, config, world)):
-            started = time.perf_counter()
-            runtime.step(window)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-    return statistics.median(times)
 
 
 def _message_overhead(nproc: int, device: str, found: Abilities, times: dict[str, list[Point]]) -> float:
@@ -265,11 +175,10 @@ def _message_overhead(nproc: int, device: str, found: Abilities, times: dict[str
     curves = {(key.rpartition(":")[0], nproc): tuple(c) for key, c in times.items() if key.endswith(f":{nproc}")}
     link = Link(HERE, "", 1e9, 1e-4, times=curves)
     layout = parse("zero3", nproc)
-    run = dry_run(SmallTask().task(), layout, _small_config(nproc), device=device)
+    run = dry_run(SmallTask().task(), layout, small_config(nproc), device=device)
     predicted = step_time([run], Cluster(_as_device(found), 1, nproc, link)).seconds
     measured: float = max(on_ranks(measure_small_step, nproc, SmallTask(), "zero3", nproc, device, timeout=300))
-    count = sum(isinstance(event, Sent) for event in run.trace.events[run.second_step :])
-    return max(0.0, measured - predicted) / count
+    return max(0.0, measured - predicted) / len(run.trace.messages(run.second_step))
 
 
 def _as_device(found: Abilities) -> Device:
@@ -280,54 +189,6 @@ def _as_device(found: Abilities) -> Device:
         HERE, "", "cpu", 2**40, 1.0, HERE, {}, rates=rates, bandwidths=bandwidths, kernels=curves,
         issue=found.host.issue, launch=0.0, overlaps=False,
     )  # fmt: skip
-
-
-def _small_config(nproc: int) -> RunConfig:
-    return RunConfig(batch_size=8 * nproc, steps=_SMALL_STEPS, clip=1.0, eval_every="never")
-
-
-class _Chain(nn.Module):
-    """Linear layers that one module computes."""
-
-    def __init__(self, layers: int, scalings: int) -> None:
-        super().__init__()
-        self.scalings = scalings
-        self.weights = nn.ParameterList(torch.zeros(16, 16) for _ in range(layers))
-        self.biases = nn.ParameterList(torch.zeros(16) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            x = nn.functional.relu(nn.functional.linear(x, weight, bias))
-            for _ in range(self.scalings):
-                x = x * 1.5
-        return x
-
-
-@dataclass(frozen=True)
-class SmallTask:
-    """Linear layers so small that their arithmetic takes almost no time."""
-
-    layers: int = 6
-    modules: bool = True  # each layer by a module of its own
-    scalings: int = 0  # after each layer that is no module
-    single: bool = False  # the optimizer updates one parameter at a time
-
-    def _model(self) -> nn.Module:
-        if not self.modules:
-            return _Chain(self.layers, self.scalings)
-        return nn.Sequential(*(part for _ in range(self.layers) for part in (nn.Linear(16, 16), nn.ReLU())))
-
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), foreach=False if self.single else None)
-
-    def task(self) -> Task:
-        return Task(
-            self._model,
-            lambda: TensorDataset(torch.zeros(4096, 16), torch.zeros(4096, dtype=torch.long)),
-            nn.functional.cross_entropy,
-            self._optimizer,
-            name="small",
-        )
 
 
 def calibrate(

@@ -21,7 +21,15 @@ from rung.planner.recorder import Message
 from rung.planner.trace import Mark, Sent, Work
 from rung.spec.strategy import Layout
 
-_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_TYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
+_GATHERS = ("all-gather", "reduce-scatter")
 _OPS = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
@@ -149,7 +157,14 @@ def _simulate(
                     else:
                         yield "waits"
             _compute(clock, event, device, slowdown)
-        elif isinstance(event, Sent) and event.message.operation in ("send", "receive"):
+            continue
+        if not isinstance(event, Sent):
+            continue
+        if device.overlaps:
+            clock.host += (device.gather if event.message.operation in _GATHERS else device.send) * slowdown
+        if event.message.num_ranks == 1:
+            continue
+        if event.message.operation in ("send", "receive"):
             assert event.peer is not None
             other = layout.coordinates(event.peer)["pp"]
             if event.message.operation == "send":
@@ -162,7 +177,7 @@ def _simulate(
                 for number in event.touches:
                     clock.pending[number] = pair, received[pair]
                 received[pair] += 1
-        elif isinstance(event, Sent):
+        else:
             _communicate(clock, event, cluster)
     for number in list(clock.pending):  # messages that no operation reads
         pair, index = clock.pending[number]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from rung.errors import ConfigError
 from rung.hardware.cluster import Cluster
 from rung.planner.advice import Change, to_fit, to_quicken
 from rung.planner.candidates import layouts_for, named_layout
@@ -109,6 +110,11 @@ def make_plan(
     may be the best are measured on this machine's device.
     """
     progress = progress or (lambda text: None)
+    if config.precision == "fp8" and not cluster.device.matrix.get("fp8"):
+        raise ConfigError(
+            f"--precision fp8 needs a device with float8 arithmetic, and the record of {cluster.device.name} has no rate "
+            "for it. Use --precision bf16, or another --cluster."
+        )
     named = [named_layout(only, cluster, config.schedule)] if only is not None else None
     num_blocks = count_blocks(task)
     estimator = Estimator(task, config, cluster, num_blocks)

@@ -21,6 +21,7 @@ from rung.parallel import parallelize
 from rung.parallel.blocks import BlockReuse
 from rung.parallel.materialize import Weights
 from rung.parallel.output_head import large_heads
+from rung.parallel.sharding import HALF_TYPES
 from rung.parallel.zero1 import ShardedUpdate
 from rung.runtime.base import LocalStep, ModelFacts, Runtime
 from rung.runtime.compressed import compressed_parts, half_gradient_parts
@@ -63,7 +64,7 @@ def build_runtime(
     validate_config(config, layout)
     dtype = torch.float64 if config.precision == "fp64" else None
     last = config.memory_format == "channels_last"
-    masters = config.precision in ("bf16", "fp16")
+    masters = config.precision in HALF_TYPES
     weights = Weights(
         task,
         world,

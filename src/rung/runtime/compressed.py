@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rung.distributed.ddp import replicate
 from rung.parallel.compression import GradientExchange, Slots, Wire, halve_gradients, make_exchange
 from rung.parallel.gradients import clip, global_norm
+from rung.parallel.sharding import HALF_TYPES
 from rung.runtime.base import Traffic
 from rung.runtime.context import RuntimeContext
-from rung.runtime.forward import HALF_TYPES
 from rung.runtime.mesh import ddp_parts, whole_model_parts
 from rung.runtime.optimizer import local_bytes
 from rung.runtime.rank_state import SavedRankState, shaped_like

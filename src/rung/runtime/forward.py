@@ -16,6 +16,7 @@ from rung.data.pytree import map_tensors
 from rung.errors import TaskError
 from rung.parallel.chunked_loss import HeadGradient
 from rung.parallel.dropout import NoDropout
+from rung.parallel.sharding import HALF_TYPES
 from rung.parallel.tensor.apply import loss_context, whole_output
 from rung.parallel.tensor.plan import TensorPlan
 from rung.runtime.batch_loss import BatchGather
@@ -90,9 +91,6 @@ def _where(counted: Tensor, gradient: Tensor) -> Tensor:
     if isinstance(gradient, HeadGradient):
         return gradient.where(counted)
     return torch.where(counted, gradient, torch.zeros_like(gradient))  # not a product: 0 * nan is nan
-
-
-HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:

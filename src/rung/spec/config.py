@@ -61,9 +61,9 @@ class RunConfig:
     shuffle: bool | None = _setting(None, "a new sample order every epoch, or the data set's own", bool, flag=True)
     precision: str = _setting(
         "fp32",
-        "fp32 (default), bf16, fp16 or fp64; master weights are fp32 under bf16 and fp16",
+        "fp32 (default), bf16, fp16, fp8 or fp64; master weights are fp32 in half precision and fp8",
         str,
-        ("fp32", "bf16", "fp16", "fp64"),
+        ("fp32", "bf16", "fp16", "fp8", "fp64"),
         flag=True,
     )
     clip: float | None = _setting(None, "clip gradients to this global norm", float, flag=True)
@@ -168,6 +168,10 @@ class RunConfig:
     chunked_loss: str = _setting(
         "auto", "cross entropy without keeping logits: auto (large output layers), never, or rows in a chunk", str
     )
+    fp8_scaling: str = _setting(
+        "tensor", "--precision fp8: one scale for each tensor, or for each row (tensor, row)", str, ("tensor", "row")
+    )
+    fp8_emulate: bool = _setting(False, "--precision fp8 on a CPU, slowly, to try its numbers", bool)
     dropout: bool = _setting(True, "false turns every dropout off", bool)
     fused: bool = _setting(True, "use torch's fused optimizer when the task leaves the choice open", bool)
     memory_format: str = _setting(

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from rung.distributed import fake_world
 from rung.distributed.torch_private import assert_async, tree_map_only
 from rung.errors import ModelError
+from rung.parallel.float8 import Float8Linear
 from rung.parallel.tensor.collectives import (
     copy_for_parts,
     cut_part,
@@ -185,10 +186,11 @@ class _Linear(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style, group, entry = self._style, self._group, self._entry
         size, is_turned = num_outputs(module), is_conv1d(module)
+        product = module.product if isinstance(module, Float8Linear) else F.linear
 
         def linear(x: Tensor, bias: Tensor | None) -> Tensor:
             own = _local_part(module.weight)
-            return F.linear(x, own.T if is_turned else own, bias)
+            return product(x, own.T if is_turned else own, bias)
 
         def columns(input: Tensor) -> Tensor:
             x = input

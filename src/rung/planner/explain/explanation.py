@@ -22,6 +22,7 @@ from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World, open_fake_world
 from rung.errors import ModelError
 from rung.parallel.materialize import is_absent
+from rung.parallel.sharding import HALF_TYPES
 from rung.planner.recorder import Message, Recorder
 from rung.runtime import Runtime, build_runtime
 from rung.spec.abilities import shards_parameters
@@ -149,9 +150,9 @@ def _sizes(batches: Batches, layout: Layout) -> tuple[int, int]:
 def _limits(layout: Layout, config: RunConfig, batches: Batches) -> list[str]:
     """Notes on how a real step differs from the dry run, and on ranks that would do useless work."""
     found = []
-    if config.precision in ("bf16", "fp16") and config.gather == "auto" and shards_parameters(layout):
+    if config.precision in HALF_TYPES and config.gather == "auto" and shards_parameters(layout):
         found.append(
-            f"bytes are those of a run on the CPU; on GPUs parameters are gathered in {config.precision}: half of it"
+            "bytes are those of a run on the CPU; on GPUs parameters are gathered in half precision: half of it"
         )
     if layout.is_composed and batches.cut.global_micro_batch % layout.num_data_ranks:
         found.append(

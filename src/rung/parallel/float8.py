@@ -1,0 +1,185 @@
+"""`--precision fp8`: the linear layers of blocks multiply in float8, and all else computes as under bf16.
+
+A factor is scaled so that its largest element is the largest of its type, by one scale for the tensor or one for each
+row of the product. Factors of forward are e4m3. Gradients are e5m2, which has the wider range, or e4m3 where each row
+has a scale of its own. Weights, gradients and optimizer state stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from rung.distributed.torch_private import scaled_mm
+from rung.distributed.world import World
+from rung.errors import EnvironmentProblem, ModelError
+from rung.parallel.blocks import find_blocks
+from rung.parallel.tensor.plan import TensorPlan
+from rung.spec.config import RunConfig
+
+_MULTIPLE = 16  # the kernels take factors whose sizes are multiples of this
+FIRST_CAPABILITY = (8, 9)  # Ada; then Hopper (9.0) and Blackwell
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer of the task, which is made one of these in place: no parameter, name or hook changes."""
+
+    scales_rows: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.weight, self.bias)
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` in float8, for any part of the weight. Where the task turns autocast off, it is `F.linear`."""
+        kind = input.device.type
+        if not torch.is_autocast_enabled(kind) or input.numel() == 0:
+            return F.linear(input, weight, bias)
+        half = torch.get_autocast_dtype(kind)
+        flat = input.to(half).reshape(-1, input.shape[-1])
+        result: Tensor = _Product.apply(flat, weight, self.scales_rows)  # type: ignore[no-untyped-call]
+        result = result.view(*input.shape[:-1], weight.shape[0])
+        return result if bias is None else result + bias.to(half)
+
+
+class _Product(torch.autograd.Function):
+    """The product of an input and a turned weight. Backward scales the weight again rather than keep a copy of it: that
+    would be the memory that sharding saves."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, scales_rows: bool) -> Tensor:
+        ctx.scales_rows = scales_rows
+        factor, scale = _to_float8(input, torch.float8_e4m3fn, 1 if scales_rows else None)
+        # One scale holds for the input in backward, too, and half of its bytes are kept. With rows, backward scales
+        # the other dimension.
+        ctx.save_for_backward(weight, *((input,) if scales_rows else (factor, scale)))
+        return _multiply(factor, scale, *_weight(weight, scales_rows), input.dtype, fast=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        weight, *kept = ctx.saved_tensors
+        rows, kind = ctx.scales_rows, torch.float8_e4m3fn if ctx.scales_rows else torch.float8_e5m2
+        for_input = for_weight = None
+        factor, scale = _to_float8(gradient, kind, 1 if rows else None)
+        if ctx.needs_input_grad[0]:
+            turned = _weight(weight.t(), rows)
+            for_input = _multiply(factor, scale, *turned, gradient.dtype)
+        if ctx.needs_input_grad[1]:
+            if rows:
+                factor, scale = _to_float8(gradient.t(), kind, 1)
+                other, other_scale = _to_float8(kept[0].t(), kind, 1)
+            else:
+                factor, (other, other_scale) = factor.t(), kept
+                other = other.t()
+            for_weight = _multiply(_padded(factor), scale, _padded(other).t(), _turned(other_scale), weight.dtype)
+        return for_input, for_weight, None
+
+
+def _weight(weight: Tensor, scales_rows: bool) -> tuple[Tensor, Tensor]:
+    """The turned weight as the second factor: its rows, which are summed over, lie one after another."""
+    factor, scale = _to_float8(weight, torch.float8_e4m3fn, 1 if scales_rows else None)
+    return factor.contiguous().t(), _turned(scale)
+
+
+def _turned(scale: Tensor) -> Tensor:
+    return scale.t() if scale.dim() else scale
+
+
+def _to_float8(tensor: Tensor, kind: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
+    """The scaled tensor, and what its elements must be multiplied by to be the old ones."""
+    most = torch.finfo(kind).max
+    largest = tensor.abs().amax() if dim is None else tensor.abs().amax(dim, keepdim=True)
+    scale = most / largest.float().clamp(min=1e-12)
+    if dim is not None:
+        scale = torch.exp2(torch.floor(torch.log2(scale)))  # exact both ways
+    # A value that rounding puts above the largest would become no number.
+    return (tensor.float() * scale).clamp(-most, most).to(kind), scale.reciprocal()
+
+
+def _multiply(
+    left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    # The kernels for scales of rows write bf16 alone.
+    written = torch.bfloat16 if left_scale.dim() else dtype
+    product = scaled_mm(left.contiguous(), right, left_scale, right_scale, out_dtype=written, use_fast_accum=fast)
+    # Not `.to` in any case: where it changes nothing, torch 2.11 compiles a function that returns its result into one
+    # without gradients.
+    return product if product.dtype == dtype else product.to(dtype)
+
+
+def _padded(factor: Tensor) -> Tensor:
+    """With zeros up to a multiple of 16 columns: in the weight's gradient they are the tokens."""
+    left = -factor.shape[1] % _MULTIPLE
+    return F.pad(factor, (0, left)) if left else factor.contiguous()
+
+
+def compute_in_float8(
+    model: nn.Module, world: World, config: RunConfig, blocks: str | None, plan: TensorPlan | None
+) -> str:
+    """Make the linear layers of blocks `Float8Linear`. Returns a sentence that says which, and why others are not."""
+    _check_device(world, config)
+    inside = {id(layer) for _, block in find_blocks(model, blocks) for layer in block.modules()}
+    taken, left = 0, Counter[str]()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        reason = _reason_against(name, layer, id(layer) in inside, plan)
+        if reason is None:
+            layer.__class__ = Float8Linear
+            assert isinstance(layer, Float8Linear)
+            layer.scales_rows = config.fp8_scaling == "row"
+            taken += 1
+        else:
+            left[reason] += 1
+    others = "; ".join(f"{count} not, {reason}" for reason, count in left.items())
+    if not taken:
+        raise ModelError(
+            f"--precision fp8 computes the linear layers of blocks in float8, and the model has none that it could: "
+            f"{others or 'it has no nn.Linear'}. Use --precision bf16."
+        )
+    scales = "one scale for each row" if config.fp8_scaling == "row" else "one scale for each tensor"
+    sentence = f"fp8: {taken} linear layers multiply in float8 with {scales}, all else computes in bf16"
+    sentence += f" ({others})" if others else ""
+    if not config.compile:
+        sentence += "; without --compile, scaling takes longer than such products save"
+    return sentence
+
+
+def _reason_against(name: str, layer: nn.Linear, is_inside: bool, plan: TensorPlan | None) -> str | None:
+    if not is_inside:
+        return "outside of the blocks, where rounding costs most"
+    if type(layer) is not nn.Linear or "weight" not in dict(layer.named_parameters(recurse=False)):
+        return "with a forward or a weight of their own kind"
+    style = plan.styles.get(name, "") if plan is not None else ""
+    inputs, outputs, tp = layer.in_features, layer.out_features, plan.num_ranks if plan is not None else 1
+    if style.startswith("rowwise"):
+        inputs = inputs // tp if inputs % tp == 0 else 1
+    elif style:
+        outputs = outputs // tp if outputs % tp == 0 else 1
+    if inputs % _MULTIPLE or outputs % _MULTIPLE:
+        return f"of sizes that {_MULTIPLE} does not divide"
+    return None
+
+
+def _check_device(world: World, config: RunConfig) -> None:
+    if world.is_dry_run:
+        return
+    if world.device.type == "cpu":
+        if not config.fp8_emulate:
+            raise EnvironmentProblem(
+                "--precision fp8 needs a GPU with float8 arithmetic (Ada, Hopper or later); a CPU has none, and would "
+                "be slower than in fp32. To try its numbers here: --set fp8_emulate=true."
+            )
+        return
+    capability = torch.cuda.get_device_capability(world.device)
+    if capability < FIRST_CAPABILITY:
+        raise EnvironmentProblem(
+            f"--precision fp8 needs a GPU with float8 arithmetic (compute capability 8.9 or later: Ada, Hopper, "
+            f"Blackwell); {torch.cuda.get_device_name(world.device)} has {capability[0]}.{capability[1]}. "
+            "Use --precision bf16."
+        )
