@@ -83,6 +83,27 @@ def test_clipping_is_torch_s_own() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_the_norm_of_large_gradients_on_a_cpu_is_torch_s_own() -> None:
+    gradients = [
+        torch.randn(300, 300, dtype=torch.float64),  # computed by all cores
+        torch.randn(400, 400, dtype=torch.float64).t(),
+        torch.randn(300, 300).half(),
+        torch.randn(5),
+    ]
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.testing.assert_close(global_norm(parameters), torch.nn.utils.get_total_norm(gradients), rtol=1e-7, atol=0)
+        torch.testing.assert_close(global_norm(parameters[:1]), gradients[0].norm(), rtol=1e-14, atol=0)
+        gradients[0][0, 0] = torch.inf
+        assert global_norm(parameters).isinf()
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_checkpointing_keeps_names_gradients_and_statistics(mode: str) -> None:
     def train(checkpointed: bool) -> Any:

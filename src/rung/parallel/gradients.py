@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from rung.parallel.materialize import is_absent
 
 _NUM_GRADIENTS, _NUM_ELEMENTS = 4, 256  # whose elements are compared, and how many of each
 _MANY_ELEMENTS = 2**22  # a gradient with more is not gathered
+_WORTH_A_CALL = 2**16  # elements whose norm takes longer than a call of its own
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         by_groups.setdefault(_groups_of(grad), []).append(_local(grad))
     norms = []
     for groups, grads in by_groups.items():
-        norm = get_total_norm(grads)
+        norm = _norm_of(grads)
         if groups:
             squared = norm.square()
             for group in groups:
@@ -49,6 +51,23 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     if not norms:
         return torch.zeros(())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _norm_of(tensors: list[Tensor]) -> Tensor:
+    """As `get_total_norm`, which uses one core on a CPU: a third of a step with offloaded gradients. A dot product uses
+    all of them."""
+    large = [one for one in tensors if _has_quick_dot(one)] if torch.get_num_threads() > 1 else []
+    if not large:
+        return get_total_norm(tensors)
+    squares = [torch.dot(one.view(-1), one.view(-1)) for one in large]
+    if rest := [one for one in tensors if not _has_quick_dot(one)]:
+        squares.append(get_total_norm(rest).square())
+    return functools.reduce(torch.add, squares).sqrt()
+
+
+def _has_quick_dot(tensor: Tensor) -> bool:
+    is_plain = tensor.layout == torch.strided and tensor.dtype in (torch.float32, torch.float64)
+    return tensor.device.type == "cpu" and is_plain and tensor.numel() >= _WORTH_A_CALL and tensor.is_contiguous()
 
 
 def gradient_figures(trainable: list[tuple[str, nn.Parameter]], device: torch.device) -> GradientFigures:

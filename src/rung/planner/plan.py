@@ -112,8 +112,8 @@ def make_plan(
     progress = progress or (lambda text: None)
     if config.precision == "fp8" and not cluster.device.matrix.get("fp8"):
         raise ConfigError(
-            f"--precision fp8 needs a device with float8 arithmetic, and the record of {cluster.device.name} has no rate "
-            "for it. Use --precision bf16, or another --cluster."
+            f"--precision fp8 needs a device with float8 arithmetic, and the record of {cluster.device.name} has no "
+            "rate for it. Use --precision bf16, or another --cluster."
         )
     named = [named_layout(only, cluster, config.schedule)] if only is not None else None
     num_blocks = count_blocks(task)
