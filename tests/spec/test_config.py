@@ -65,6 +65,7 @@ def test_one_epoch_is_the_default_length() -> None:
         ({"clip": "-1"}, "above 0"),
         ({"clip": "nan"}, "above 0"),
         ({"workers": "-1"}, "negative"),
+        ({"workers": "automatic"}, "workers"),
         ({"shard_by": "size:big"}, "size:10M"),
         ({"eval_every": "sometimes"}, "'epoch', 'never'"),
         ({"nproc": "1.5"}, "MIN:MAX"),

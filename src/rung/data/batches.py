@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from rung.data.batch_shard import BatchPartition, LocalBatch, MicroBatch, SampleRange, ranges_of
 from rung.data.permutation import Permutation, mix
 from rung.data.sample_reader import SampleReader, StreamReader, check_stream
+from rung.data.worker_choice import WorkerChoice
 from rung.errors import DataError
 from rung.system.processes import die_with_parent, leave_requests_to_parent, name_process, own_temporary_folder
 
@@ -41,10 +42,12 @@ class Batches:
         start_step: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        choice: WorkerChoice | None = None,
         pin_memory: bool = False,
         reads: bool = True,
     ) -> None:
-        """Without `reads` there are the windows but not their data, unless only reading tells how many there are."""
+        """Without `reads` there are the windows but not their data, unless only reading tells how many there are. The
+        `choice` learns from the first windows how many processes read the others; an iterable data set has none."""
         if isinstance(dataset, DataLoader):
             raise DataError(
                 "train_data() and eval_data() return a data set, and this is a DataLoader: Rung makes the batches, and "
@@ -59,12 +62,15 @@ class Batches:
         self._seed = seed
         self._collate = collate or default_collate
         self._num_workers = num_workers
+        self._choice = choice if reads else None
         self._pin_memory = pin_memory
         self._start_step = start_step
         self._num_epochs = num_epochs
         self._num_steps = num_steps
         if self.is_stream:
             check_stream(dataset, shuffle, num_workers, cut.num_ranks)
+            if choice is not None:
+                choice.say("workers=auto: ranks read an iterable data set themselves; workers=N lets processes do it")
             self.num_samples: int | None = None
             return
         if not isinstance(dataset, Sized):
@@ -136,12 +142,13 @@ class Batches:
         total, per_epoch = self.total_steps, self.steps_per_epoch
         assert per_epoch is not None
         assert self.num_samples is not None
-        pieces = _PieceStream(self, total)
-        if self._reads:
-            loader = self._loader(SampleReader(self._dataset, self._order, self._collate, self._seed), pieces)
-        else:
-            loader = (MicroBatch(None, 0, piece.num_global) for piece in pieces)
         step = self._start_step
+        reader = SampleReader(self._dataset, self._order, self._collate, self._seed)
+        if self._reads:
+            loader = self._loader(reader, _PieceStream(self, step, total))
+        else:
+            loader = (MicroBatch(None, 0, piece.num_global) for piece in _PieceStream(self, step, total))
+        ended = time.perf_counter()
         while total is None or step < total:
             epoch, within = divmod(step, per_epoch)
             window_samples = min(self.cut.batch_size, self.num_samples - within * self.cut.batch_size)
@@ -149,6 +156,10 @@ class Batches:
             micro_batches = [next(loader) for _ in self.cut.micro_sizes(window_samples)]
             waited = time.perf_counter() - started
             step += 1
+            before, ended = ended, time.perf_counter()
+            if self._choice is not None and self._choice.see(waited, ended - before) and self._choice.num_workers:
+                self._num_workers = self._choice.num_workers
+                loader = self._loader(reader, _PieceStream(self, step, total))
             yield LocalBatch(step, epoch, micro_batches, ends_epoch=within == per_epoch - 1, wait_seconds=waited)
 
     def _stream_windows(self) -> Iterator[LocalBatch]:
@@ -178,18 +189,18 @@ class Batches:
 
 
 class _PieceStream:
-    """The pieces of all steps in order; the loader's sampler. It holds no list."""
+    """The pieces of all steps after `start_step`, in order; the loader's sampler. It holds no list."""
 
-    def __init__(self, batches: Batches, total_steps: int | None) -> None:
+    def __init__(self, batches: Batches, start_step: int, total_steps: int | None) -> None:
         self._batches = batches
-        self._total_steps = total_steps
+        self._start_step, self._total_steps = start_step, total_steps
 
     def __iter__(self) -> Iterator[SampleRange]:
         batches, cut = self._batches, self._batches.cut
         per_epoch, num_samples = batches.steps_per_epoch, batches.num_samples
         assert per_epoch is not None
         assert num_samples is not None
-        step = batches._start_step
+        step = self._start_step
         while self._total_steps is None or step < self._total_steps:
             yield from ranges_of(step, cut, per_epoch, num_samples)
             step += 1

@@ -18,7 +18,7 @@ from rung.launch.console import JobConsole
 from rung.launch.rendezvous.elastic import ElasticPolicy, announce, retire
 from rung.launch.signals import Interrupted, Signals
 from rung.system.launcher_env import ignored_interfaces
-from rung.system.processes import refuse_few_files
+from rung.system.processes import num_cores, refuse_few_files
 from rung.train.job import RankJob
 from rung.train.records import Summary
 
@@ -54,8 +54,10 @@ def launch(
 
     assert job.run_dir is not None
     policy = policy or ElasticPolicy((num_ranks, num_ranks))
+    workers = job.config.workers
+    most_workers = workers if isinstance(workers, int) else num_cores()
     # Without free file descriptors a job hangs, and does not fail.
-    refuse_few_files(policy.processes[1] * policy.nodes[1], policy.processes[1], job.config.workers)
+    refuse_few_files(policy.processes[1] * policy.nodes[1], policy.processes[1], most_workers)
     folder = Path(job.run_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     view = JobConsole(folder, console, quiet=quiet)

@@ -158,7 +158,9 @@ class RunConfig:
     rpc_host: str | None = _setting(
         None, "address or interface on which RPC listens; default: loopback, or the network of --rdzv", str
     )
-    workers: int = _setting(0, "data-loading processes for each rank", int)
+    workers: int | str = _setting(
+        0, "data-loading processes for each rank, or auto: as many as the first steps show to be needed", int
+    )
     batch_norm: str = _setting(
         "sync", "statistics of the whole micro-batch, or of each rank's part", str, ("sync", "local")
     )
@@ -278,6 +280,8 @@ def check(key: str, value: Any) -> Any:
         if SETTINGS[key].default is None:
             return None
         raise ConfigError(f"{key} needs a value.")
+    if key == "workers" and value == "auto":
+        return value
     if key in ("nproc", "nnodes", "profile") and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     value = coerce(key, value, meta["kind"]() if meta["kind"] is not str else "")

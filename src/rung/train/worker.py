@@ -17,6 +17,7 @@ from rung.checkpoint.survey import AVERAGE_WEIGHTS
 from rung.data.batch_shard import BatchPartition
 from rung.data.batches import Batches
 from rung.data.permutation import mix
+from rung.data.worker_choice import WorkerChoice
 from rung.distributed.live_status import snapshot_path
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World, open_world
@@ -32,6 +33,7 @@ from rung.spec.observability import profiled_steps, tracker_names
 from rung.spec.strategy import Layout, parse
 from rung.spec.task import Task
 from rung.system.launcher_env import environment_local_size, environment_size
+from rung.system.processes import num_cores
 from rung.train.checkpointing import Checkpointing, find_state, is_protected
 from rung.train.first_step import check_first_step
 from rung.train.job import RankJob
@@ -317,10 +319,19 @@ def make_batches(task: Task, config: RunConfig, world: World, *, start_step: int
         num_epochs=config.epochs,
         start_step=start_step,
         collate=task.collate,
-        num_workers=config.workers,
+        **_workers(config, log.info if world.is_main else None),
         pin_memory=world.trains_on_gpu,
         reads=not world.role.is_server,
     )
+
+
+def _workers(config: RunConfig, log_line: Callable[[str, str], None] | None = None) -> dict[str, Any]:
+    """The number of data-loading processes, or what chooses it."""
+    if isinstance(config.workers, int):
+        return {"num_workers": config.workers}
+    # The rank itself needs a core.
+    most = max(0, num_cores() // environment_local_size() - 1)
+    return {"choice": WorkerChoice(most, lambda line: log_line("  %s", line) if log_line is not None else None)}
 
 
 def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
@@ -333,7 +344,7 @@ def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
         shuffle=False,
         num_epochs=1,
         collate=task.collate,
-        num_workers=config.workers,
+        **_workers(config),
         pin_memory=world.trains_on_gpu,
         reads=not world.role.is_server,
     )

@@ -141,9 +141,17 @@ def describe(
         out=as_word(out),
         settings=_settings(options),
         environment=options.environment,
-        workers=config.workers,
+        workers=_num_workers(config),
         grace_seconds=config.grace_seconds,
         notes=_notes(config, strategy, layout, policy, options.gpus),
+    )
+
+
+def _num_workers(config: RunConfig) -> int:
+    if isinstance(config.workers, int):
+        return config.workers
+    raise ConfigError(
+        "workers=auto: a job must ask for the cores of its processes. Say how many, as in --set workers=4."
     )
 
 
