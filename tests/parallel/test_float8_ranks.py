@@ -189,3 +189,42 @@ def test_a_model_without_a_layer_for_it_is_refused() -> None:
         ModelError, match=r"none that it could: 12 not, of sizes that 16 does not divide; 1 not, outside"
     ):
         with_rung(lambda: make_task(narrow), "single", _config())
+
+
+def test_a_model_without_repeated_blocks_is_refused_with_the_way_to_name_them() -> None:
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Embedding(20, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+
+    with pytest.raises(ModelError, match=r'no list of equal blocks.*blocks = "layers'):
+        with_rung(lambda: make_task(plain), "single", _config())
+
+
+# -- what the task sees ------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_groups_by_class_gets_the_groups_of_bf16() -> None:
+    sizes: dict[str, int] = {}
+
+    def grouping(precision: str) -> Task:
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            linear = [p for m in model.modules() if type(m) is nn.Linear for p in m.parameters()]
+            sizes[precision] = len(linear)
+            rest = [p for p in model.parameters() if all(p is not other for other in linear)]
+            return torch.optim.SGD([{"params": linear, "lr": 0.1}, {"params": rest, "lr": 0.2}])
+
+        return Task(Net, _data, _loss, optimizer, name="float8", eval_data=_data)
+
+    for precision in ("bf16", "fp8"):
+        with_rung(lambda precision=precision: grouping(precision), "single", _config(precision=precision, steps=1))
+    assert sizes["fp8"] == sizes["bf16"] == 4 * 6 + 1
+
+
+def test_a_layer_whose_forward_the_task_has_replaced_is_left_alone() -> None:
+    def patched() -> nn.Module:
+        net = Net()
+        for block in net.blocks:
+            block.up.forward = lambda x, layer=block.up: F.linear(x, layer.weight, layer.bias)  # type: ignore[union-attr]
+        return net
+
+    found = with_rung(lambda: make_task(patched), "single", _config(steps=1))
+    assert any(note.startswith("fp8: 4 linear layers multiply in float8") for note in found.notes)

@@ -108,6 +108,8 @@ def verify_command(
     console = Console(file=sys.stderr if as_json else sys.stdout, markup=False)
     names = choose_strategies(strategies, num_ranks, has_remote=load_task(path).remote is not None)
     named = {name for name in strategies if name != "all"}
+    if "precision" in assignments:
+        raise ConfigError("rung verify compares in fp64 or in fp32: say --precision fp32 instead of --set precision.")
     requested = resolve(load_task(path), flags=flags, assignments=assignments).config
     # One process refuses these settings: leave them out for `prepare`. `_job` gives each strategy those that it uses.
     inapplicable = inapplicable_settings(parse("single", 1))

@@ -7,7 +7,9 @@ has a scale of its own. Weights, gradients and optimizer state stay what they ar
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 from rung.distributed.torch_private import scaled_mm
 from rung.distributed.world import World
 from rung.errors import EnvironmentProblem, ModelError
-from rung.parallel.blocks import find_blocks
+from rung.parallel.blocks import find_list_of_blocks
 from rung.parallel.tensor.plan import TensorPlan
 from rung.spec.config import RunConfig
 
@@ -123,7 +125,7 @@ def compute_in_float8(
 ) -> str:
     """Make the linear layers of blocks `Float8Linear`. Returns a sentence that says which, and why others are not."""
     _check_device(world, config)
-    inside = {id(layer) for _, block in find_blocks(model, blocks) for layer in block.modules()}
+    inside = {id(layer) for _, block in find_list_of_blocks(model, blocks) for layer in block.modules()}
     taken, left = 0, Counter[str]()
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
@@ -138,9 +140,10 @@ def compute_in_float8(
             left[reason] += 1
     others = "; ".join(f"{count} not, {reason}" for reason, count in left.items())
     if not taken:
+        none = "it has no list of equal blocks" if not inside else others or "it has no nn.Linear"
         raise ModelError(
-            f"--precision fp8 computes the linear layers of blocks in float8, and the model has none that it could: "
-            f"{others or 'it has no nn.Linear'}. Use --precision bf16."
+            f"--precision fp8 computes the linear layers of repeated blocks in float8, and the model has none that it "
+            f'could: {none}. Use --precision bf16, or name the blocks in the task, as in blocks = "layers.*".'
         )
     scales = "one scale for each row" if config.fp8_scaling == "row" else "one scale for each tensor"
     sentence = f"fp8: {taken} linear layers multiply in float8 with {scales}, all else computes in bf16"
@@ -150,10 +153,27 @@ def compute_in_float8(
     return sentence
 
 
+@contextlib.contextmanager
+def as_plain_layers(model: nn.Module) -> Iterator[None]:
+    """For code of the task that looks at the classes of layers, as an optimizer's groups may."""
+    changed: list[Any] = [module for module in model.modules() if type(module) is Float8Linear]
+    for module in changed:
+        module.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.__class__ = Float8Linear
+
+
 def _reason_against(name: str, layer: nn.Linear, is_inside: bool, plan: TensorPlan | None) -> str | None:
     if not is_inside:
-        return "outside of the blocks, where rounding costs most"
-    if type(layer) is not nn.Linear or "weight" not in dict(layer.named_parameters(recurse=False)):
+        return "outside of the repeated blocks"
+    if (
+        type(layer) is not nn.Linear
+        or "forward" in vars(layer)
+        or "weight" not in dict(layer.named_parameters(recurse=False))
+    ):
         return "with a forward or a weight of their own kind"
     style = plan.styles.get(name, "") if plan is not None else ""
     inputs, outputs, tp = layer.in_features, layer.out_features, plan.num_ranks if plan is not None else 1

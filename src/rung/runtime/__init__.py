@@ -19,6 +19,7 @@ from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World
 from rung.parallel import parallelize
 from rung.parallel.blocks import BlockReuse
+from rung.parallel.float8 import as_plain_layers
 from rung.parallel.materialize import Weights
 from rung.parallel.output_head import large_heads
 from rung.parallel.sharding import HALF_TYPES
@@ -95,11 +96,11 @@ def build_runtime(
     if weights.widened is not None:
         kind = str(weights.widened).removeprefix("torch.")
         parallel.notes.append(
-            f"the model comes in {kind}; its weights are kept in fp32, as under --precision bf16, fp16"
+            f"the model comes in {kind}; its weights are kept in fp32, as under --precision bf16, fp16, fp8"
         )
     allow_unused = config.unused_parameters == "allow"
     make = partial(make_optimizer, fused=config.fused, num_ranks=world.size, allow_unused=allow_unused)
-    with world.tensors.mode():
+    with world.tensors.mode(), as_plain_layers(parallel.model):
         if layout.zero == 1 and not layout.uses_fully_shard:
             update = ShardedUpdate(parallel.model, world.axis("dp_shard"))
             with update.as_parameters():  # the task's optimizer gets this rank's slices
