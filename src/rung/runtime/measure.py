@@ -1,7 +1,11 @@
-"""Means over ranks: losses and metrics as sums and counts, and each micro-batch's share of a step."""
+"""Figures of a set over all ranks: means of losses and metrics, and metrics of the whole set. Also each micro-batch's
+share of a step."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +20,11 @@ from rung.errors import TaskError
 from rung.parallel.tensor.apply import whole_output
 from rung.runtime.batch_loss import BatchGather
 from rung.runtime.forward import call_model
+from rung.runtime.set_metrics import computed, is_set_metric, merged, state_of, with_state
 from rung.spec.task import Task, split_batch
 
-Measured = dict[str, tuple[Tensor, Tensor]]  # (sum, count) of the loss and each metric
+# Of the loss and each metric: (sum, count), or an object that has seen the samples and can `merge` and `compute`.
+Measured = dict[str, Any]
 
 
 def loss_weight(task: Task, micro: MicroBatch) -> Any:
@@ -35,7 +41,7 @@ def measure(
     world: World,
     batch_gather: BatchGather | None = None,
 ) -> Measured:
-    """(sum, count) of the loss and of each metric over this rank's samples."""
+    """The loss and each metric over this rank's samples."""
     output, device = whole_output(output), world.device
     real = micro.num_samples > 0
     count = torch.tensor(float(micro.num_samples), dtype=torch.float64, device=device)
@@ -48,13 +54,17 @@ def measure(
         weight = torch.full_like(count, micro.num_global_samples if world.role.data_rank == 0 else 0)
     else:
         loss = task.loss(output, target).to(torch.float64)
-    measured = {"loss": (torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight)}
+    measured: Measured = {"loss": (torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight)}
     if task.metrics is None:
         return measured
     num_rows = max(micro.num_samples, 1)  # a stand-in has one row
     for name, value in task.metrics(output, target).items():
         if name == "loss":
             raise TaskError(f"{task.name}: metrics() may not return 'loss', which is measured anyway. Rename it.")
+        if is_set_metric(value):
+            if real:
+                measured[name] = value
+            continue
         if isinstance(value, tuple) and len(value) == 2:
             total, units = (torch.as_tensor(v, device=device).to(torch.float64).reshape(()) for v in value)
         elif isinstance(value, Tensor) and value.dim() == 1 and value.shape[0] == num_rows:
@@ -63,7 +73,8 @@ def measure(
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TaskError(
                 f"{task.name}: metrics()[{name!r}] is {got} for a batch of {num_rows}. Return one number per "
-                f"sample (a tensor of length {num_rows}), or a pair (sum, count)."
+                f"sample (a tensor of length {num_rows}), a pair (sum, count), or an object with merge(other) and "
+                "compute() that has seen the batch."
             )
         if not real:  # a stand-in counts for nothing
             total, units = torch.zeros_like(total), torch.zeros_like(units)
@@ -91,11 +102,36 @@ def weighted(loss: Tensor, share: float | Tensor) -> Tensor:
     return loss if share == 1.0 else loss * share
 
 
-def means(rows: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    """The mean of each name, from the ranks' sums and counts."""
-    names = sorted({name for row in rows for name in row})
-    by_name = {name: [row[name] for row in rows if name in row] for name in names}
-    return {n: sum(total for total, _ in pairs) / max(sum(c for _, c in pairs), 1e-300) for n, pairs in by_name.items()}
+def add_measured(known: Measured, measured: Mapping[str, Any]) -> None:
+    """Add what a micro-batch measured to what is known of the set."""
+    for name, value in measured.items():
+        if name not in known:
+            known[name] = value
+        elif isinstance(value, tuple):
+            known[name] = known[name][0] + value[0], known[name][1] + value[1]
+        else:
+            known[name] = merged(name, known[name], value)
+
+
+def figures_of_set(world: World, pairs: Mapping[str, tuple[float, float]], known: Measured) -> dict[str, float]:
+    """The figures of the set, on every rank: from the pairs of each, as numbers, and the objects among `known`."""
+    own = {name: value for name, value in known.items() if is_set_metric(value)}
+    states = {name: state_of(name, value) for name, value in own.items()} if world.has_peers else {}
+    rows = world.gather_objects({"pairs": pairs, "states": states})
+    sums: Measured = {}
+    for row in rows:
+        add_measured(sums, {name: tuple(pair) for name, pair in row["pairs"].items()})
+    found = {name: total / max(count, 1e-300) for name, (total, count) in sums.items()}
+    for name, value in own.items():
+        # In the order of the ranks on each of them: the same numbers.
+        found_states = [row["states"][name] for row in rows if name in row["states"]]
+        parts = [with_state(value, state, world.device) for state in found_states] or [value]
+        found.update(computed(name, functools.reduce(partial(merged, name), parts)))
+    names = {name for row in rows for name in row["states"]}
+    if any(names - row["states"].keys() for row in rows):  # a rank without samples has no object
+        for other in world.gather_objects(found):
+            found.update({name: value for name, value in other.items() if name not in found})
+    return dict(sorted(found.items()))
 
 
 def shares_of(task: Task, world: World, window: LocalBatch) -> list[float | Tensor]:

@@ -24,7 +24,7 @@ from rung.parallel.gradients import GradientFigures
 from rung.parallel.pipeline.schedule import Stage
 from rung.runtime.base import LocalStep, Probe, ReplicaThreads, Traffic
 from rung.runtime.context import ContextRuntime, RuntimeContext
-from rung.runtime.measure import Measured, means, shares_of
+from rung.runtime.measure import Measured, add_measured, figures_of_set, shares_of
 from rung.runtime.module_state import ModuleState
 from rung.runtime.optimizer import learning_rate
 from rung.runtime.placement import BatchPlacement
@@ -171,23 +171,22 @@ class StepRuntime(ContextRuntime):
         with self.parts.evaluated_weights():
             share_buffers(context)
             self.model.eval()
-            sums: dict[str, list[Tensor]] = {}
+            sums: Measured = {}
             try:
                 for window in self.place(windows):
                     context.status.touch()
                     with world.tensors.mode(), context.default_type():
                         for measured in self.parts.passes.measure(window):
-                            for name, (total, count) in measured.items():
-                                known = sums.setdefault(name, [torch.zeros_like(total), torch.zeros_like(count)])
-                                known[0], known[1] = known[0] + total, known[1] + count
+                            add_measured(sums, measured)
             finally:
                 # Also when a stop between two windows ends the loop, which then saves the shards.
                 with world.tensors.mode():
                     self.reshard()
             with world.tensors.mode():
-                own = world.tensors.read([tensor for name in sorted(sums) for tensor in sums[name]])
-            found = {name: (own[2 * i], own[2 * i + 1]) for i, name in enumerate(sorted(sums))}
-            return means(world.gather_objects(found if world.role.counts_loss else {}))
+                names = sorted(name for name, value in sums.items() if isinstance(value, tuple))
+                own = world.tensors.read([tensor for name in names for tensor in sums[name]])
+            pairs = {name: (own[2 * i], own[2 * i + 1]) for i, name in enumerate(names)}
+            return figures_of_set(world, *((pairs, sums) if world.role.counts_loss else ({}, {})))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.parts.named_weights()

@@ -23,7 +23,7 @@ from rung.distributed.world import World
 from rung.parallel.materialize import Weights, is_absent
 from rung.runtime.base import LocalStep, Traffic, Updates
 from rung.runtime.context import ContextRuntime, RuntimeContext
-from rung.runtime.measure import means
+from rung.runtime.measure import Measured, add_measured, figures_of_set
 from rung.runtime.optimizer import learning_rate
 from rung.runtime.parameter_server.base import collect_weights, num_bytes
 from rung.runtime.parameter_server.scheduler import WorkItem, WorkResult, WorkScheduler
@@ -268,14 +268,13 @@ class AsyncServer(ContextRuntime):
     @torch.no_grad()
     def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:
         numbers = [window.step for window in windows]
-        found: dict[str, tuple[float, float]] = {}
+        found: Measured = {}
         if self._endpoint.scheduler is not None:
             results = self._endpoint.scheduler.measure(numbers)
             for number in numbers:
-                for name, (total, count) in results[number].items():
-                    known = found.get(name, (0.0, 0.0))
-                    found[name] = known[0] + total, known[1] + count
-        return means(self.world.gather_objects(found))
+                add_measured(found, results[number])
+        pairs = {name: value for name, value in found.items() if isinstance(value, tuple)}
+        return figures_of_set(self.world, pairs, found)
 
     def is_consistent(self) -> bool:
         """Whether every dispatched window is applied. Called when the run is to stop, so it stops the dispatch."""

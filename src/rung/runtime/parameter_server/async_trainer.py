@@ -15,6 +15,7 @@ from rung.parallel.gradients import clip, global_norm
 from rung.parallel.materialize import Weights
 from rung.runtime.base import Runtime
 from rung.runtime.context import RuntimeContext
+from rung.runtime.measure import Measured, add_measured
 from rung.runtime.mesh import whole_model_parts
 from rung.runtime.parameter_server import async_server as remote
 from rung.runtime.parameter_server.base import on_host
@@ -130,13 +131,12 @@ class AsyncTrainer:
                 target.copy_(value)
 
     @torch.no_grad()
-    def _measure(self, window: LocalBatch) -> dict[str, tuple[float, float]]:
+    def _measure(self, window: LocalBatch) -> Measured:
         self._runtime.model.eval()
         (placed,) = self._runtime.place([window])
-        sums: dict[str, tuple[float, float]] = {}
+        sums: Measured = {}
         with self._runtime.context.default_type():
             for measured in self._runtime.parts.passes.measure(placed):
-                for name, (total, count) in measured.items():
-                    known = sums.get(name, (0.0, 0.0))
-                    sums[name] = known[0] + total.item(), known[1] + count.item()
-        return sums
+                add_measured(sums, measured)
+        pairs = {name: value for name, value in sums.items() if isinstance(value, tuple)}
+        return {**sums, **{name: (total.item(), count.item()) for name, (total, count) in pairs.items()}}

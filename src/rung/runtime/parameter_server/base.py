@@ -20,7 +20,7 @@ from rung.parallel.gradients import clip, global_norm, gradient_figures
 from rung.parallel.materialize import is_absent
 from rung.runtime.base import LocalStep, Probe
 from rung.runtime.context import ContextRuntime, RuntimeContext
-from rung.runtime.measure import means
+from rung.runtime.measure import figures_of_set
 from rung.runtime.optimizer import learning_rate
 from rung.runtime.update import end_update, norm_over_ranks
 from rung.runtime.weights import share_buffers
@@ -108,7 +108,7 @@ class ServerRuntime(ContextRuntime):
     def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:
         for _ in windows:  # the loop checks between windows whether to stop, in step on all ranks
             self.context.status.touch()
-        return means(self.world.gather_objects({}))
+        return figures_of_set(self.world, {}, {})
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return collect_weights(self.context)

@@ -1,0 +1,152 @@
+"""Metrics of a whole set: objects that merge, torchmetrics' as they are, with the figure of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rung.errors import TaskError
+from rung.spec.config import RunConfig
+from rung.spec.task import Task
+from tests.harness import on_ranks
+from tests.marks import slow
+from tests.parity import with_rung
+from tests.tasks import image_task
+
+try:
+    import torchvision  # noqa: F401 (torchmetrics imports it)
+except ImportError:
+    pass
+except RuntimeError:  # a wheel made for CUDA beside a torch without: two operators for object detection are missing
+    _missing = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _missing.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+class Area:
+    """The area under the curve of class 0 against the rest: the share of pairs in the right order. No mean of batches'
+    areas gives it."""
+
+    def __init__(self, scores: Tensor, is_positive: Tensor) -> None:
+        self.scores, self.is_positive = [scores], [is_positive]
+
+    def merge(self, other: Area) -> None:
+        self.scores += other.scores
+        self.is_positive += other.is_positive
+
+    def compute(self) -> Tensor:
+        return area(torch.cat(self.scores), torch.cat(self.is_positive))
+
+
+class Counted:
+    """A metric whose `merge` returns a new one, and which computes several figures."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def merge(self, other: Counted) -> Counted:
+        return Counted(self.count + other.count)
+
+    def compute(self) -> dict[str, float]:
+        return {"samples": self.count, "half": self.count / 2}
+
+
+def area(scores: Tensor, is_positive: Tensor) -> Tensor:
+    above, below = scores[is_positive].double(), scores[~is_positive].double()
+    apart = above[:, None] - below[None, :]
+    return ((apart > 0).double() + 0.5 * (apart == 0)).mean()
+
+
+def metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
+    from torchmetrics.classification import BinaryAUROC
+
+    theirs = BinaryAUROC()
+    theirs.update(output.softmax(1)[:, 0].float(), (target == 0).long())
+    return {
+        "area": Area(output.softmax(1)[:, 0], target == 0),
+        "theirs": theirs,
+        "seen": Counted(len(target)),
+        "accuracy": (output.argmax(1) == target).float(),
+    }
+
+
+class Net(nn.Module):
+    """Without a batch norm, whose statistics would depend on the micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        output: Tensor = self.layers(images)
+        return output
+
+
+def make_task() -> Task:
+    return image_task(model=Net, metrics=metrics)
+
+
+CONFIG = RunConfig(batch_size=10, steps=3, precision="fp64", device="cpu", micro_batch=2)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, float]:
+    return with_rung(make_task, "single", CONFIG).evaluation
+
+
+def test_one_process_computes_it_over_the_whole_set(alone: dict[str, float]) -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(output: Tensor, target: Tensor) -> dict[str, Any]:
+        kept.append((output.softmax(1)[:, 0], target == 0))
+        return {}
+
+    with_rung(lambda: image_task(model=Net, metrics=keep), "single", CONFIG)
+    scores, positives = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    assert alone["area"] == pytest.approx(float(area(scores, positives)), abs=1e-12)
+    assert alone["theirs"] == pytest.approx(alone["area"], abs=1e-6)
+    assert (alone["seen/samples"], alone["seen/half"]) == (len(scores), len(scores) / 2)
+    means = [float(area(one, other)) for one, other in kept]
+    assert abs(sum(means) / len(means) - alone["area"]) > 1e-3 or any(mean != mean for mean in means)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "changes"),
+    [
+        slow("ddp", 2, {}),
+        ("zero3", 4, {"batch_size": 3, "micro_batch": None}),  # a rank without a sample
+        ("pp2", 2, {}),
+        slow("tp2", 2, {}),
+        slow("pp2,fsdp2", 4, {}),
+        slow("dp", 1, {}),
+        ("ps", 3, {}),
+        slow("rpc-pp", 2, {}),
+    ],
+)
+def test_any_cut_gives_the_figure_of_one_process(strategy: str, num_ranks: int, changes: dict[str, Any]) -> None:
+    config = RunConfig(**{**vars(CONFIG), "steps": 1, **changes})
+    expected = with_rung(make_task, "single", config).evaluation
+    found = on_ranks(with_rung, num_ranks, make_task, strategy, config)
+    for outcome in found:
+        assert outcome.evaluation.keys() == expected.keys()
+        for name, value in expected.items():
+            assert outcome.evaluation[name] == pytest.approx(value, abs=1e-6 if name == "theirs" else 1e-9)
+
+
+class Wrong(Counted):
+    def merge(self, other: Counted) -> Counted:
+        return self
+
+    def compute(self) -> Any:
+        return torch.zeros(3)
+
+
+def test_a_figure_that_is_no_number_is_refused_with_its_name() -> None:
+    task = image_task(model=Net, metrics=lambda output, target: {"seen": Wrong(1)})
+    with pytest.raises(TaskError, match=r"metrics\(\)\['seen'\].compute\(\) gives a tensor of shape \(3,\)"):
+        with_rung(lambda: task, "single", CONFIG)
