@@ -105,6 +105,23 @@ def test_the_norm_of_large_gradients_on_a_cpu_is_torch_s_own() -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_block_that_is_called_twice_is_recomputed_in_half_precision(mode: str) -> None:
+    def gradients(checkpointed: bool) -> list[Any]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        if checkpointed:
+            apply_activation_checkpointing([block], mode)
+        x = torch.randn(3, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = block(block(x)).sum()
+        result.backward()
+        return [parameter.grad for parameter in block.parameters()]
+
+    for ours, plain in zip(gradients(True), gradients(False), strict=True):
+        assert torch.allclose(ours, plain, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_checkpointing_keeps_names_gradients_and_statistics(mode: str) -> None:
     def train(checkpointed: bool) -> Any:
         torch.manual_seed(0)

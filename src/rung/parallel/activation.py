@@ -80,6 +80,9 @@ def _checkpointed(block: nn.Module, mode: str, around: Around | None, keep_gener
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if mode == "selective":
             first_pass, recomputing = create_selective_checkpoint_contexts(_keep_costly)  # type: ignore[no-untyped-call]
+            if not torch.compiler.is_compiling():
+                first_pass = _both(_without_autocast_cache(), first_pass)
+                recomputing = _both(_without_autocast_cache(), recomputing)
         else:
             first_pass, recomputing = nullcontext(), nullcontext()
         if around is not None:
@@ -104,6 +107,18 @@ def _checkpointed(block: nn.Module, mode: str, around: Around | None, keep_gener
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Cast weights at every use: of a block that is called twice, the second call would find them cast, and its
+    recomputation would not."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
