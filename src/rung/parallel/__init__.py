@@ -119,7 +119,7 @@ def parallelize(
         parallel.stages = _split(parallel, weights, world, config, task, example)
 
     if config.precision == "fp8":
-        notes.append(compute_in_float8(model, world, config, blocks, parallel.plan))
+        notes.append(compute_in_float8(model, world, config, blocks, parallel.plan.styles if parallel.plan else {}))
     _apply_batch_norm(model, world, config, notes)
 
     if config.activation_checkpointing != "none":

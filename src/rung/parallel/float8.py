@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from rung.distributed.torch_private import scaled_mm
 from rung.distributed.world import World
 from rung.errors import EnvironmentProblem, ModelError
 from rung.parallel.blocks import find_list_of_blocks
-from rung.parallel.tensor.plan import TensorPlan
 from rung.spec.config import RunConfig
 
 _MULTIPLE = 16  # the kernels take factors whose sizes are multiples of this
@@ -121,16 +120,19 @@ def _padded(factor: Tensor) -> Tensor:
 
 
 def compute_in_float8(
-    model: nn.Module, world: World, config: RunConfig, blocks: str | None, plan: TensorPlan | None
+    model: nn.Module, world: World, config: RunConfig, blocks: str | None, styles: Mapping[str, str]
 ) -> str:
-    """Make the linear layers of blocks `Float8Linear`. Returns a sentence that says which, and why others are not."""
+    """Make the linear layers of blocks `Float8Linear`. Returns a sentence that says which, and why others are not.
+
+    `styles` are those of the tensor-parallel plan.
+    """
     _check_device(world, config)
     inside = {id(layer) for _, block in find_list_of_blocks(model, blocks) for layer in block.modules()}
     taken, left = 0, Counter[str]()
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
-        reason = _reason_against(name, layer, id(layer) in inside, plan)
+        reason = _reason_against(layer, id(layer) in inside, styles.get(name, ""), world.layout.tp)
         if reason is None:
             layer.__class__ = Float8Linear
             assert isinstance(layer, Float8Linear)
@@ -166,7 +168,7 @@ def as_plain_layers(model: nn.Module) -> Iterator[None]:
             module.__class__ = Float8Linear
 
 
-def _reason_against(name: str, layer: nn.Linear, is_inside: bool, plan: TensorPlan | None) -> str | None:
+def _reason_against(layer: nn.Linear, is_inside: bool, style: str, tp: int) -> str | None:
     if not is_inside:
         return "outside of the repeated blocks"
     if (
@@ -175,8 +177,7 @@ def _reason_against(name: str, layer: nn.Linear, is_inside: bool, plan: TensorPl
         or "weight" not in dict(layer.named_parameters(recurse=False))
     ):
         return "with a forward or a weight of their own kind"
-    style = plan.styles.get(name, "") if plan is not None else ""
-    inputs, outputs, tp = layer.in_features, layer.out_features, plan.num_ranks if plan is not None else 1
+    inputs, outputs = layer.in_features, layer.out_features
     if style.startswith("rowwise"):
         inputs = inputs // tp if inputs % tp == 0 else 1
     elif style:
