@@ -260,7 +260,7 @@ def test_a_new_task_runs_as_it_is(launcher: WarmLauncher, tmp_path: Path) -> Non
         (["--set", "model.width=x"], "whole number"),
         (["--set", "width"], "KEY=VALUE"),
         (["--offload", "cpu", "--strategy", "ddp", "--nproc", "2"], "shards no parameters"),
-        (["--precision", "fp8"], "one of: fp32, bf16, fp16, fp64"),
+        (["--precision", "fp4"], "one of: fp32, bf16, fp16, fp8, fp64"),
         (["--set", "device=cuda"], "no GPU"),
         (["--set", "backend=nccl", "--nproc", "2"], "backend=gloo"),
         (["--config", "nothing.toml"], "no settings file"),

@@ -47,7 +47,7 @@ class Advisor:
     def plan(self, task: Task, cluster: str, gib: float, names: list[str], **settings: Any) -> Plan:
         self._file.write_text(
             f'[devices.small]\nlike = "H100"\nsource = "a test"\nmemory = {int(gib * 2**30)}\n'
-            "context = 0\ncommunicator = 0\nlaunch = 0.0\nissue = 0.0\nworkspaces = {}\n"
+            "context = 0\ncommunicator = 0\nlaunch = 0.0\nissue = 0.0\nsend = 0.0\ngather = 0.0\nworkspaces = {}\n"
         )
         return self.among(names, task, parse_cluster(cluster, self._file), **settings)
 

@@ -574,3 +574,17 @@ def test_float8_is_planned_where_the_device_has_it() -> None:
     assert make_plan(task, replace(config, precision="fp8"), quick, only="single").rows
     with pytest.raises(ConfigError, match="the record of A100 has no rate for it"):
         make_plan(task, replace(config, precision="fp8"), parse_cluster("1xA100"), only="single")
+
+
+def test_the_host_takes_time_for_messages() -> None:
+    task = text_task(model=lambda: TinyGPT(64, 128, 2, 16))
+    run = dry_run(task, parse("zero3", 4), RunConfig(batch_size=8, device="cpu"), device="cuda")
+    cluster = parse_cluster("4xH200")
+
+    def seconds(gather: float) -> float:
+        return step_time([run], replace(cluster, device=replace(cluster.device, send=0.0, gather=gather))).seconds
+
+    sent = run.trace.messages(run.second_step)
+    gathered = [message for message in sent if message.operation in ("all-gather", "reduce-scatter")]
+    assert len(gathered) >= 6
+    assert seconds(1.0) - seconds(0.0) == pytest.approx(len(gathered), abs=0.1)

@@ -162,8 +162,6 @@ def _simulate(
             continue
         if device.overlaps:
             clock.host += (device.gather if event.message.operation in _GATHERS else device.send) * slowdown
-        if event.message.num_ranks == 1:
-            continue
         if event.message.operation in ("send", "receive"):
             assert event.peer is not None
             other = layout.coordinates(event.peer)["pp"]

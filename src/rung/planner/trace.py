@@ -60,7 +60,7 @@ class Work:
 
 @dataclass(slots=True, frozen=True)
 class Sent:
-    """A collective, or a message to or from another rank. One to a group of one sends nothing."""
+    """A collective, or a message to or from another rank."""
 
     message: Message
     peer: int | None  # of a send or receive
@@ -100,6 +100,5 @@ class Trace:
         return [event for event in self.events if isinstance(event, Work)]
 
     def messages(self, start: int = 0) -> list[Message]:
-        """Those from the event number `start` on, without those to a group of one."""
-        sent = (event.message for event in self.events[start:] if isinstance(event, Sent))
-        return [message for message in sent if message.num_ranks > 1]
+        """Those from the event number `start` on."""
+        return [event.message for event in self.events[start:] if isinstance(event, Sent)]

@@ -24,7 +24,7 @@ from rung.distributed.torch_private import schema
 from rung.distributed.world import World
 from rung.planner.host_memory import HostMemory
 from rung.planner.memory_log import MemoryLog
-from rung.planner.recorder import Message, Recorder, group_of
+from rung.planner.recorder import Recorder, group_of
 from rung.planner.trace import Mark, Sent, Trace, Work
 
 _IGNORED = ("prim", "profiler")
@@ -209,13 +209,11 @@ class Tracer(Recorder):
         for number in touched:
             if not self.trace.allocations[number].kind:
                 self.trace.allocations[number].kind = "messages"
-        if len(self.messages) == before:  # to a group of one: only the host's time for it counts
-            self.trace.events.append(Sent(Message(self.phase, operation, 0, "", 1), None, ()))
-            return
-        peer = None
-        if operation in ("send", "receive"):
-            peer = dist.get_global_rank(group_of(args), next(arg for arg in args if type(arg) is int))
-        self.trace.events.append(Sent(self.messages[-1], peer, touched))
+        if len(self.messages) > before:
+            peer = None
+            if operation in ("send", "receive"):
+                peer = dist.get_global_rank(group_of(args), next(arg for arg in args if type(arg) is int))
+            self.trace.events.append(Sent(self.messages[-1], peer, touched))
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

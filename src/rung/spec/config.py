@@ -61,7 +61,7 @@ class RunConfig:
     shuffle: bool | None = _setting(None, "a new sample order every epoch, or the data set's own", bool, flag=True)
     precision: str = _setting(
         "fp32",
-        "fp32 (default), bf16, fp16, fp8 or fp64; master weights are fp32 in half precision and fp8",
+        "fp32 (default), bf16, fp16, fp8 or fp64; weights are kept in fp32, or in fp64",
         str,
         ("fp32", "bf16", "fp16", "fp8", "fp64"),
         flag=True,
