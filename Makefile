@@ -16,9 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 	$(INSTALL) ".[examples]"
 	touch $@
 
-# In one call: pip takes a minute to decide on versions, and does not remember them.
+# In as few calls as pip can decide on: it takes a minute for each, and does not remember versions.
 .venv/dev: pyproject.toml | .venv/pyvenv.cfg
 	$(INSTALL) ".[dev,examples,models]"
+	$(INSTALL) ".[store-tests]"
 	touch .venv/rung $@
 
 .venv/bench: .venv/rung

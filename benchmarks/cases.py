@@ -12,16 +12,15 @@ from rung.spec.task import Task, load_task
 _TASKS = Path(__file__).parent / "tasks"
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 
-_GPT_124M = {
-    "model.layers": 12,
-    "model.width": 768,
-    "model.heads": 12,
+_TEXT = {
     "model.context": 1024,
     "model.vocabulary": 50304,
     "train_data.context": 1024,
     "train_data.vocabulary": 50304,
     "train_data.stride": 128,
 }
+_GPT_124M = {"model.layers": 12, "model.width": 768, "model.heads": 12, **_TEXT}
+_GPT_1_3B = {"model.layers": 24, "model.width": 2048, "model.heads": 16, **_TEXT}
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Case:
     compile: bool = False
     clip: float | None = 1.0
     memory_format: str = "contiguous"
+    batch_norm: str = "sync"  # Rung's setting; the others' batch norms see one rank's part of the batch
     workers: int = 0  # data-loading processes of each rank
     seed: int = 0
     threads: int | None = None  # of each rank; by default the cores, shared out
@@ -52,6 +52,10 @@ class Case:
     @property
     def is_distributed(self) -> bool:
         return self.strategy != "single"
+
+    @property
+    def is_ddp_of_one(self) -> bool:
+        return self.is_distributed and self.num_ranks == 1
 
     def load_task(self) -> Task:
         """The functions that make model, data, loss and optimizer. Loaded anew at each call, so nothing is shared.
@@ -76,12 +80,15 @@ def _cpu_cases() -> list[Case]:
         cases.append(case)
         cases.append(replace(case, name=f"{case.name}-ddp1", strategy="ddp", only_on_request=True))
         cases.append(replace(case, name=f"{case.name}-ddp2", strategy="ddp", num_ranks=2))
-    return cases
+    cnn = Case("cnn-ddp2", "cnn", "cpu", batch_size=64, steps=20, num_ranks=2, strategy="ddp", threads=1)
+    cnn = replace(cnn, only_on_request=True)
+    return [*cases, cnn, replace(cnn, name="cnn-ddp2-local", batch_norm="local")]
 
 
 def _cuda_cases() -> list[Case]:
     gpt = Case("gpt124m", "gpt", "cuda", batch_size=32, steps=30, arguments=_GPT_124M, precision="bf16")
-    return [gpt, replace(gpt, name="gpt124m-ddp1", strategy="ddp", only_on_request=True)]
+    large = replace(gpt, name="gpt1.3b", batch_size=16, steps=20, arguments=_GPT_1_3B, only_on_request=True)
+    return [gpt, replace(gpt, name="gpt124m-ddp1", strategy="ddp", only_on_request=True), large]
 
 
 def find_cases(device: str, compile_choices: list[bool]) -> list[Case]:

@@ -38,7 +38,7 @@ def main() -> None:
     found = {
         "command": f"python -m benchmarks.planning {' '.join(sys.argv[1:])}",
         "cluster": cluster.describe(),
-        "layouts": len(list(layouts_for(cluster, count_blocks(task)))),
+        "layouts": len(list(layouts_for(cluster, count_blocks(task), 32))),
         "looked_at": len({row.layout.name for row in plan.rows}),
         "seconds": time.perf_counter() - started,
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

@@ -1,4 +1,4 @@
-"""How fast Rung takes a step, beside a hand-written torch loop, Hugging Face Accelerate and Lightning Fabric.
+"""How fast Rung takes a step, beside a hand-written torch loop, Accelerate, Fabric, and the Trainers of both makers.
 
 python -m benchmarks.speed --device cpu
 python -m benchmarks.speed --device cuda --compile both
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _chosen(parser: argparse.ArgumentParser, known: list[Case], only: list[str] | None, ddp_of_one: bool) -> list[Case]:
     if only is None:
-        return [case for case in known if ddp_of_one or not case.only_on_request]
+        return [case for case in known if not case.only_on_request or (ddp_of_one and case.is_ddp_of_one)]
     names = [case.name for case in known]
     unknown = [name for name in only if name not in names]
     if unknown:

@@ -80,6 +80,8 @@ CASES = {
         },
         _EIGHT_LAYERS,
     ),
+    "gpt-2 context": Case("gpt", 2, {"single": ("single",), "cp": ("cp2", "cp2 cp_form=gather")}, _EIGHT_LAYERS),
+    "gpt-4 context": Case("gpt", 4, {"single": ("single",), "cp": ("cp4", "fsdp2,cp2")}, _EIGHT_LAYERS),
     "babycnn-2": Case(
         "babycnn",
         2,

@@ -178,6 +178,15 @@ def drawings() -> dict[str, Drawing]:
             ],
             "Nothing of the parameters is sent. Activations are whole between the pairs.",
         ),
+        "cp": Drawing(
+            "cp4: each rank has a part of every sequence, and the whole model",
+            _ranks([("####", WHOLE, WHOLE, WHOLE) for _ in range(4)]),
+            [
+                Message("forward", "-", "all-to-all of queries, keys and values, and of the result, in every block"),
+                Message("backward", "-", "the same of their gradients; then all-reduce of the gradients: 2P"),
+            ],
+            "All ranks read the same samples. Activations inside of blocks are cut along the sequence.",
+        ),
         "pp": Drawing(
             "pp4: each rank has some of the layers, and micro-batches pass through",
             _ranks([("####", layers(n), layers(n), layers(n)) for n in range(4)]),
@@ -435,6 +444,7 @@ def draw_schedules() -> str:
 
 # A few words on each package; a test holds that none is missing.
 ROOM_WORDS = {
+    "program": "rung.train and rung.compare: the commands, called by a program",
     "cli": "one file a command: flags to calls, errors to one line",
     "compare": "rung compare, rung verify, rung report",
     "planner": "rung plan, rung explain: the training code on fake tensors",

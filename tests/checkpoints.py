@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rung.checkpoint import StorageTopology, restore
+from rung.checkpoint.stream_place import place_of
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import open_world
 from rung.errors import NonFiniteError
@@ -83,7 +84,7 @@ def one_leg(
         if checkpoint is not None:
             restore(runtime, checkpoint, seed=config.seed)
         leg = replace(config, steps=until)
-        windows = make_batches(task, leg, world, start_step=start.step)
+        windows = make_batches(task, leg, world, start_step=start.step, start_place=place_of(checkpoint))
         leg = replace(leg, log_every=1, checkpoint_every=config.checkpoint_every or 10**9)
         checkpointing = Checkpointing(run_dir, runtime, sites, leg, {}, start)
         seen = Recorder()

@@ -8,7 +8,11 @@ from rung.spec.compatibility import micro_batch_size
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout, parse
 
-MODELS = {"babycnn": "BabyCNN, batch norm sync", "gpt": "GPT, tied weights"}
+MODELS = {
+    "babycnn": "BabyCNN, batch norm sync",
+    "gpt": "GPT, tied weights",
+    "experts": "mixture of experts, tied weights",
+}
 BATCH_SIZE = 49  # of 103 samples: ragged on every number of ranks, and a last window of 5
 GLOBAL_MICRO_BATCH = 24  # three micro-batches of 24, 24 and 1: the last is empty on all ranks but one
 
@@ -42,6 +46,20 @@ COMPOSED = (
     "pp2:interleaved,fsdp2",
     "pp2:zb,fsdp2",
     "pp2,tp2",
+    "cp2",
+    "cp4",
+    "ddp2,cp2",
+    "zero1x2,cp2",
+    "fsdp2,cp2",
+    "cp2,tp2",
+    "pp2,cp2",
+    "ep2",
+    "ep4",
+    "ddp4,ep2",
+    "zero1x4,ep2",
+    "zero2x4,ep2",
+    "fsdp2,ep2",
+    "fsdp4,ep2",
     "rpc-pp2",
     "rpc-pp4",
 )
@@ -53,7 +71,16 @@ _WITH_CONVOLUTIONS = (
     "tp2", "pp2", "pp2:interleaved", "pp2:zb", "pp4", "pp2,ddp2", "pp2,fsdp2", "pp2,tp2", "rpc-pp2", "rpc-pp4",
 )  # fmt: skip
 # Eight processes: one model is enough.
-LARGE = ("hsdp2x2,tp2", "pp2,hsdp2x2", "pp2,fsdp2,tp2")
+LARGE = ("hsdp2x2,tp2", "pp2,hsdp2x2", "pp2,fsdp2,tp2", "hsdp2x2,cp2", "pp2,fsdp2,cp2", "pp2,fsdp4,ep2")
+
+
+def is_run(strategy: str, model: str) -> bool:
+    """Whether the matrix has the model under the strategy."""
+    if model == "experts":
+        return strategy in ("single", "ddp", "zero1", "zero3") or "ep" in strategy
+    if model == "babycnn" and strategy in (*COMPOSED, *LARGE):
+        return strategy in _WITH_CONVOLUTIONS
+    return "ep" not in strategy
 
 
 @dataclass(frozen=True)
@@ -67,12 +94,16 @@ class Row:
     def is_slow(self) -> bool:
         """Whether `make test` leaves it to `make test-all`."""
         if self.num_ranks == 1:
-            return self.strategy not in ("single", *DEVICES)
+            return self.strategy not in ("single", *DEVICES) or self.model == "experts"
+        if self.model == "experts":
+            return not self.accumulates or self.strategy not in ("ep2", "ep4", "fsdp4,ep2")
         if self.model == "babycnn" and self.strategy in SERVED and self.accumulates:
             return True
         if self.num_ranks == 2:
             return self.strategy == "ps" or self.accumulates != (self.model == "gpt")
         if self.num_ranks == 4:
+            if self.strategy in ("cp4", "ddp2,cp2", "zero1x2,cp2"):  # cp2 and fsdp2,cp2 are run
+                return True
             return self.model == "babycnn" or not self.accumulates  # two ranks have rows of both
         return self.num_ranks == 8
 
@@ -108,6 +139,7 @@ ROWS = [
         for model in MODELS
         for size in sizes
         for accumulates in (False, True)
+        if is_run(strategy, model)
     ),
     # A pipeline always has several micro-batches, and the convolutional model has one matrix to cut.
     *(
@@ -116,7 +148,7 @@ ROWS = [
         for model in MODELS
         for accumulates in (False, True)
         if accumulates or (model == "gpt" and strategy in ("tp2", "fsdp2,tp2", "pp2", "pp4"))
-        if model == "gpt" or strategy in _WITH_CONVOLUTIONS
+        if is_run(strategy, model)
     ),
     *(
         Row(strategy, model, size, accumulates)
@@ -124,8 +156,9 @@ ROWS = [
         for model in MODELS
         for size in sizes
         for accumulates in (False, True)
+        if is_run(strategy, model)
     ),
-    *(Row(strategy, "gpt", 8, True) for strategy in LARGE),
+    *(Row(strategy, model, 8, True) for strategy in LARGE for model in MODELS if is_run(strategy, model)),
     *(Row(strategy, "gpt", 1, accumulates) for strategy in DEVICES for accumulates in (False, True)),
 ]
 

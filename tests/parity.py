@@ -31,26 +31,23 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
 
-def by_hand(task: Task, config: RunConfig, micro: int | None = None) -> Outcome:
-    """A plain loop in float64. `micro` is the size of a global micro-batch."""
+def by_hand(task: Task, config: RunConfig, micro: int | None = None, steps: list[list[Any]] | None = None) -> Outcome:
+    """A plain loop in float64. `micro` is the size of a global micro-batch; `steps` are the samples of each step, by
+    default those of a shuffled data set."""
     torch.manual_seed(config.seed)
     model = task.model().double()
-    optimizer = task.optimizer(model)
-    dataset = task.train_data()
-    count, size = len(dataset), config.batch_size
-    per_epoch = -(-count // size)
-    total = config.steps or per_epoch * (config.epochs or 1)
-    schedule = task.schedule(optimizer, total) if task.schedule else None
-    order = Permutation(count, config.seed, shuffle=config.shuffle is not False)
+    made = task.optimizer(model)
+    optimizers = list(made.values()) if isinstance(made, dict) else made if isinstance(made, list) else [made]
+    steps = shuffled(task, config) if steps is None else steps
+    total, size = len(steps), config.batch_size
+    schedules = [task.schedule(optimizer, total) for optimizer in optimizers] if task.schedule else []
     outcome = Outcome()
     weigh = task.loss_weight or len
-    for step in range(total):
-        epoch, within = divmod(step, per_epoch)
-        indices = order.samples(epoch, within * size, min((within + 1) * size, count))
-        pieces = [indices[i : i + (micro or size)] for i in range(0, len(indices), micro or size)]
-        batches = [_double(default_collate([dataset[i] for i in piece])) for piece in pieces]
+    for samples in steps:
+        pieces = [samples[i : i + (micro or size)] for i in range(0, len(samples), micro or size)]
+        batches = [_double(default_collate(piece)) for piece in pieces]
         weights = [float(weigh(target)) for _, target in batches]
-        optimizer.zero_grad()
+        model.zero_grad()
         value = 0.0
         for (inputs, target), weight in zip(batches, weights, strict=True):
             if weight > 0:
@@ -65,9 +62,10 @@ def by_hand(task: Task, config: RunConfig, micro: int | None = None) -> Outcome:
                 grad.mul_(config.clip / (norm + 1e-6))
         outcome.losses.append(value)
         outcome.norms.append(norm.item())
-        outcome.rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if schedule is not None:
+        outcome.rates.append(optimizers[0].param_groups[0]["lr"])
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
             schedule.step()
     outcome.state = {name: value.clone() for name, value in model.state_dict().items()}
     model.eval()
@@ -81,6 +79,20 @@ def by_hand(task: Task, config: RunConfig, micro: int | None = None) -> Outcome:
                 value[0].double() / value[1] if isinstance(value, tuple) else value.double().mean()
             ).item()
     return outcome
+
+
+def shuffled(task: Task, config: RunConfig) -> list[list[Any]]:
+    """The samples of each step of a map-style data set."""
+    dataset = task.train_data()
+    count, size = len(dataset), config.batch_size
+    per_epoch = -(-count // size)
+    order = Permutation(count, config.seed, shuffle=config.shuffle is not False)
+    steps = []
+    for step in range(config.steps or per_epoch * (config.epochs or 1)):
+        epoch, within = divmod(step, per_epoch)
+        places = order.samples(epoch, within * size, min((within + 1) * size, count))
+        steps.append([dataset[i] for i in places])
+    return steps
 
 
 def with_rung(make_task: Any, strategy: str, config: RunConfig) -> Outcome:

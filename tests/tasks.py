@@ -198,7 +198,68 @@ def dropping_task() -> Task:
     return image_task(model=Dropping, train_data=Noisy, optimizer=lambda m: torch.optim.AdamW(m.parameters(), 0.01))
 
 
+class Experts(nn.Module):
+    """A row of each parameter for each expert; rows of hidden values are computed in any order."""
+
+    def __init__(self, num_experts: int, hidden: int = 10, has_bias: bool = False) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, 12, hidden) * 0.3)
+        self.down = nn.Parameter(torch.randn(num_experts, hidden, 12) * 0.3)
+        if has_bias:
+            self.bias = nn.Parameter(torch.randn(num_experts, 12) * 0.3)
+
+    def forward(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        inner = torch.einsum("rd,rkdh->rkh", rows, self.up[chosen])
+        found = torch.einsum("rkh,rkhd->rkd", F.gelu(inner), self.down[chosen])
+        if hasattr(self, "bias"):
+            found = found + self.bias[chosen]
+        return (found * weights.unsqueeze(-1)).sum(1)
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self, num_experts: int, favoured: int | None = None, **options: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.router = nn.Linear(12, num_experts, bias=False)
+        self.experts = Experts(num_experts, **options)
+        favours = torch.zeros(num_experts)
+        if favoured is not None:  # rows choose among the first experts alone
+            favours[:favoured] = 30.0
+        self.register_buffer("favours", favours)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        weights, chosen = (self.router(rows) + self.favours).softmax(-1).topk(2, dim=-1)
+        return x + self.experts(rows, chosen, weights).view_as(x)
+
+
+class Mixture(nn.Module):
+    """Two layers, of which the experts of the first have a bias; a tied head."""
+
+    def __init__(self, num_experts: int = 8, favoured: int | None = None) -> None:
+        super().__init__()
+        self.token = nn.Embedding(23, 12)
+        self.blocks = nn.ModuleList(
+            [ExpertLayer(num_experts, favoured, has_bias=True), ExpertLayer(num_experts, favoured)]
+        )
+        self.head = nn.Linear(12, 23, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        x = x + 0.5 * x.cumsum(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mixture_task() -> Task:
+    return text_task(model=Mixture)
+
+
 TASKS = {
+    "experts": mixture_task,
     "dropping": dropping_task,
     "recurrent": recurrent_task,
     "skipping": skipping_task,

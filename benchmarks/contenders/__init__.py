@@ -1,7 +1,7 @@
 """The ways to write the same job, and how each of them is found.
 
-The two libraries come twice: as their documentation shows a loop, and tuned (the loss inside the wrapped module, no
-look at the gradient norm on the host), which is as fast as they go.
+Other libraries come twice: as their documentation shows a loop, and tuned (the loss inside the wrapped module, nothing
+read on the host in every step, what is not needed turned off), which is as fast as they go.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from benchmarks.cases import Case
 from benchmarks.contenders.common import Contender
+from benchmarks.contenders.torchvision_operators import declare_torchvision_operators
 from rung.distributed.world import World
 
 # The order of the report. Where a package has two names, either will do.
@@ -20,6 +21,12 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
     "accelerate-tuned": ("accelerate",),
     "fabric": ("lightning", "lightning_fabric"),
     "fabric-tuned": ("lightning", "lightning_fabric"),
+    "trainer": ("transformers",),
+    "trainer-tuned": ("transformers",),
+    "lightning": ("lightning",),
+    "lightning-tuned": ("lightning",),
+    "deepspeed": ("deepspeed",),
+    "deepspeed-tuned": ("deepspeed",),
     "rung": ("rung",),
 }
 CONTENDERS = tuple(_PACKAGES)
@@ -32,6 +39,8 @@ def missing_package(name: str) -> str | None:
 
 
 def build_contender(name: str, case: Case, world: World) -> Contender:
+    if name not in ("hand", "rung"):
+        declare_torchvision_operators()
     # Imported here, so that a contender that was left out is not imported, either: some of them patch torch.
     library, _, tuned = name.partition("-")
     module = importlib.import_module(f"benchmarks.contenders.with_{library}")

@@ -32,6 +32,7 @@ class WithRung:
             "clip": case.clip,
             "compile": case.compile,
             "memory_format": case.memory_format,
+            "batch_norm": case.batch_norm,
             "workers": case.workers,
             "log_every": LOG_EVERY,
         }

@@ -146,6 +146,13 @@ def metrics(output, target):
 
 
 def optimizer(model, kind="adamw", lr=3e-3, weight_decay=0.1, momentum=0.9):
+    if kind == "muon":  # for the matrices of the blocks; `schedule` is called for each of the two
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        rest = [p for name, p in model.named_parameters() if p.dim() < 2 or not name.startswith("blocks.")]
+        return {
+            "matrices": torch.optim.Muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"),
+            "rest": torch.optim.AdamW(rest, lr, betas=(0.9, 0.95), weight_decay=0.0),
+        }
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -45,6 +45,10 @@ class CheckpointError(RungError):
     """A checkpoint is missing, damaged, or does not fit the task."""
 
 
+class StoreError(RungError):
+    """A store of objects does not answer, or refuses a request."""
+
+
 class NonFiniteError(RungError):
     """The loss or the gradient norm of a run is not a finite number any more."""
 

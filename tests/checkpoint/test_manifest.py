@@ -181,6 +181,14 @@ def _nonsense(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "no optimizer": {"optimizer": None},
         "computed": {"computed": [1]},
         "finite as text": {"finite": "yes"},
+        "a stream without lanes": {"stream": {"epoch": 0, "batch": 1}},
+        "a lane with a negative place": {
+            "stream": {
+                "epoch": 0,
+                "batch": 1,
+                "lanes": {"0": {"shard": 0, "index": -1, "state_index": 0, "state": None}},
+            }
+        },
         "computed as dict": {"computed": {"a": 1}},
     }
 

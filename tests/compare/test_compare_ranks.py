@@ -26,8 +26,8 @@ SMALL = [
 ]  # fmt: skip
 ROW_KEYS = {
     "strategy", "ranks", "status", "reason", "step_seconds", "samples_per_second", "speedup", "first_step_seconds",
-    "data_wait_seconds", "memory", "messages", "bytes_per_step", "communication", "losses", "largest_difference",
-    "timeline", "slow", "other_cores", "predicted", "not_predicted", "prediction_error",
+    "data_wait_seconds", "memory", "messages", "bytes_per_step", "communication", "losses", "logged",
+    "largest_difference", "timeline", "slow", "other_cores", "predicted", "not_predicted", "prediction_error",
 }  # fmt: skip
 
 # Rank 1 sleeps in backward, rank 2 in its data set, and a world of three fails.

@@ -34,7 +34,7 @@ def test_a_row_passes_only_if_everything_is_the_same() -> None:
 def test_all_is_every_strategy_that_fits() -> None:
     data = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
     assert choose_strategies(["all"], 1) == data
-    cut = ["dp2", "tp2", "pp2:gpipe", "pp2:1f1b", "pp2:interleaved", "pp2:zb"]
+    cut = ["dp2", "cp2", "ep2", "tp2", "pp2:gpipe", "pp2:1f1b", "pp2:interleaved", "pp2:zb"]
     assert choose_strategies(["all"], 2) == [*data, *cut, "ps", "rpc-pp2"]
     assert "ddp+ps" in choose_strategies(["all"], 2, has_remote=True)
     assert "hsdp" not in choose_strategies(["all"], 3)
@@ -42,7 +42,7 @@ def test_all_is_every_strategy_that_fits() -> None:
         for name in choose_strategies(["all"], size):
             own = required_num_ranks(name) or size
             assert parse(name, own).num_ranks == own == (1 if name == f"dp{size}" else size)
-    assert {"pp2,fsdp", "fsdp,tp2", "pp2,tp2"} <= set(choose_strategies(["all"], 4))
+    assert {"pp2,fsdp", "fsdp,tp2", "pp2,tp2", "fsdp,cp2", "pp2,cp2"} <= set(choose_strategies(["all"], 4))
     assert "pp2,fsdp,tp2" in choose_strategies(["all"], 8)
     assert choose_strategies(["ddp", "hsdp2x2", "ddp"], 2) == ["ddp", "hsdp2x2"]
 

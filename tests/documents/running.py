@@ -25,6 +25,7 @@ EXCEPTED = {
     r"--sizes 1M:1G:2": "messages of a gigabyte among four processes",
     r"^rung submit k8s (?!.*--dry-run)": "needs a cluster; tests/launch/submit/test_kubernetes_ranks.py runs the pods",
     r"^kubectl ": "needs a cluster",
+    r"^rung .*s3://": "needs a store; tests/checkpoint/test_stores_ranks.py has a server of S3",
     r"^srun ": "needs Slurm; tests/launch/submit/test_slurm_ranks.py has one of its own",
     r"^torchrun --nnodes 2": "torchrun knows its own machine by its name, which network namespaces share",
     r"^mpirun .*--host ": "mpirun starts processes on other machines by ssh",
@@ -43,6 +44,9 @@ SERVES = r"^(tensorboard|rung rdzv)\b"
 # The tasks of the examples are trained for as long as it takes to see that the command is right, and no longer.
 SHORTENED = {
     "examples/gpt/task.py": ('"steps": 400', '"steps": 20'),
+    "examples/long_context/task.py": ('"steps": 300', '"steps": 2'),
+    "examples/packed/task.py": ('"steps": 100', '"steps": 2'),
+    "examples/moe/task.py": ('"steps": 200', '"steps": 4'),
     "examples/huggingface/task.py": ('"steps": 300', '"steps": 6'),
     "examples/babycnn/task.py": ('"epochs": 12', '"epochs": 12, "steps": 30'),
     "examples/recommender/task.py": ('"epochs": 4', '"epochs": 4, "steps": 30'),
@@ -117,7 +121,7 @@ def lack_of_this_machine(command: Command) -> str | None:
     """What a command needs that others have and this machine has not."""
     if "mlflow" in command.text and importlib.util.find_spec("mlflow") is None:
         return "mlflow is not installed"
-    if re.search(r"examples/vision", command.text) and not _has_torchvision():
+    if re.search(r"examples/vision|train huggingface/", command.text) and not _has_torchvision():
         return "torchvision cannot be imported beside this torch"
     if "--nnodes" in command.text and not hosts.possible():
         return "network namespaces need root"

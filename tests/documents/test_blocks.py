@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -136,10 +137,11 @@ def test_every_rung_command_parses_and_its_settings_hold(command, arguments, tmp
 
 
 def _held(name: str, folder) -> object:
-    """A task that a page itself has, or that stands for the reader's own."""
-    file = folder / "task.py"
-    file.write_text(HELD_TASKS[name])
-    return file
+    """A task that a page itself has, with the files beside it, or that stands for the reader's own."""
+    for other, text in HELD_TASKS.items():
+        if Path(other).parent == Path(name).parent:
+            (folder / Path(other).name).write_text(text)
+    return folder / Path(name).name
 
 
 def _check_settings(command: Command, options: argparse.Namespace, task) -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from rung.data.batch_shard import BatchPartition
+from rung.data.batches import Batches
 from rung.spec.task import load_task
+from tests.launcher import WarmLauncher
 from tests.tasks import EXAMPLES
 
 
@@ -54,3 +63,59 @@ def test_gpt_reads_text_that_every_python_has() -> None:
     assert inputs.shape == targets.shape == (64,)
     assert torch.equal(inputs[1:], targets[:-1])
     assert int(inputs.max()) < 98
+
+
+def test_vision_logs_its_accuracy_and_stops_at_its_goal(launcher: WarmLauncher, tmp_path: Path) -> None:
+    if importlib.util.find_spec("torchvision") is None:  # its import may fail where the example's does not
+        pytest.skip("torchvision is not installed")
+    small = ("model.kind=vit", "model.layers=2", "model.width=24", "eval_every=2", "on_evaluation.goal=0.0")
+    chosen = ("--strategy", "ddp", "--nproc", "2", "--no-check", *(w for one in small for w in ("--set", one)))
+    outcome = launcher.call(tmp_path, "train", str(EXAMPLES / "vision"), "--out", "out", *chosen)
+    assert outcome.code == 0, outcome.output
+    assert "ends after step 2: 0." in outcome.output and "0.0 was the goal (state.stop in on_eval" in outcome.output
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["event"] == "step"]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["accuracy"] * 32 == pytest.approx(round(row["accuracy"] * 32), abs=1e-5)  # of 32 samples
+
+
+def test_shards_are_read_by_their_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run([sys.executable, str(EXAMPLES / "shards" / "task.py"), str(tmp_path / "shards")], check=True)
+    monkeypatch.chdir(tmp_path)
+    task = load_task(EXAMPLES / "shards")
+    data = task.train_data()
+    single = list(Batches(data, BatchPartition(32, 1, 0), num_epochs=1))
+    assert Batches(data, BatchPartition(32, 2, 1), exchange=lambda own: [own]).num_shards == (32, 16)
+    labels = [sorted(label for m in w.micro_batches for label in m.data[1].tolist()) for w in single]
+    assert sum(map(len, labels)) == sum(1 for _ in data)
+    ranks = [list(Batches(data, BatchPartition(32, 2, rank), num_epochs=1)) for rank in (0, 1)]
+    together = [
+        [m.data[1].tolist() for w in pair for m in w.micro_batches if m.num_samples]
+        for pair in zip(*ranks, strict=True)
+    ]
+    assert [sorted(label for one in found for label in one) for found in together] == labels
+    with pytest.raises(FileNotFoundError, match=r"task.py empty writes some"):
+        task.bind({"train_data.folder": "empty"}).train_data()
+
+
+def test_each_cipher_gets_an_expert_of_its_own(tmp_path: Path) -> None:
+    """In plain PyTorch, with few steps; then the picture of it."""
+    task = load_task(EXAMPLES / "moe")
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    pairs, targets = task.train_data().tensors
+    for step in range(60):
+        rows = slice(64 * step, 64 * step + 64)
+        optimizer.zero_grad()
+        task.loss(model(pairs[rows]), targets[rows]).backward()
+        optimizer.step()
+    weights, picture = tmp_path / "model.safetensors", tmp_path / "routing.svg"
+    save_file(model.state_dict(), weights)
+    script = [sys.executable, str(EXAMPLES / "moe" / "picture.py"), str(weights), str(picture)]
+    said = subprocess.run(script, check=True, capture_output=True, text=True).stdout
+    before, after = (int(share) for share in re.findall(r"(\d+)% of a cipher's", said))
+    assert before < 80
+    assert after > 95
+    assert picture.read_text().count("<rect") == 2 * 64 + 1

@@ -27,6 +27,7 @@ from tests.checkpoints import legs, one_leg
 from tests.gpu.loss_kernel import loss_kernel
 from tests.harness import RankFailed, on_ranks
 from tests.host_weights import build, gradients
+from tests.parallel.context.ring_by_threads import largest_difference as ring_difference
 from tests.parity import by_hand, largest_difference, with_rung
 from tests.tasks import EXAMPLES, TASKS
 
@@ -327,6 +328,17 @@ def blocks_on_host() -> str:
     return f"{gap:.1e}"
 
 
+def in_a_ring() -> str:
+    """Flash attention by parts, in bf16, of lengths that do and do not divide."""
+    found = [
+        ring_difference(length, 4, is_causal=causal, key_heads=2, dtype=torch.bfloat16, device="cuda")
+        for length in (64, 51)
+        for causal in (True, False)
+    ]
+    assert max(found) < 0.03, f"differs by {max(found):.1e}"
+    return f"{max(found):.1e}"
+
+
 def rows() -> list[tuple[str, Callable[[], str]]]:
     found: list[tuple[str, Callable[[], str]]] = []
 
@@ -347,6 +359,7 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
     add("ddp gpt compiled", matches_cpu, "ddp", "gpt", 1, compile=True)
     add("zero3 gpt compiled", matches_cpu, "zero3", "gpt", 1, compile=True)
     add("kernel of the chunked loss", loss_kernel)
+    add("attention in a ring", in_a_ring)
     add("single gpt loss in chunks", matches_cpu, "single", "gpt", 1, chunked_loss="5")
     add("zero3 gpt loss in chunks 2 ranks gloo", matches_cpu, "zero3", "gpt", 2, chunked_loss="5")
     add("single gpt loss in chunks, compiled", matches_cpu, "single", "gpt", 1, chunked_loss="5", compile=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from rung.errors import EnvironmentProblem, ModelError
-from rung.parallel.float8 import Float8Linear
+from rung.parallel.float8 import FACTOR, Float8Linear, GatheredWeight
+from rung.planner.dryrun import dry_run
+from rung.planner.tracer import tensors_of
 from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
 from rung.spec.task import Task
 from tests.harness import on_ranks
 from tests.marks import slow
@@ -121,6 +125,113 @@ def test_a_strategy_takes_the_way_of_one_process(
 def test_compiled_code_computes_the_same(alone: Outcome) -> None:
     (found,) = on_ranks(with_rung_traced, 1, make_task, "single", _config(compile=True))
     assert _apart(found, alone) < 0.05
+
+
+# -- gathered in float8 ------------------------------------------------------------------------------------------------
+
+GATHERED = "fp8: FSDP gathers the weights of these {} layers in float8"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "others", "num_layers"),
+    [
+        ("zero3", 3, "ddp", 8),  # 64 and 256 rows on three ranks
+        slow("zero3", 2, "ddp", 8),
+        slow("zero2", 2, "ddp", 8),
+        slow("hsdp2x2", 4, "ddp", 8),
+        slow("pp2,fsdp2", 4, "pp2,ddp2", 4),
+        slow("pp2,zero2x2", 4, "pp2,ddp2", 4),
+    ],
+)
+def test_weights_gathered_in_float8_are_those_that_each_rank_would_cast(
+    strategy: str, num_ranks: int, others: str, num_layers: int
+) -> None:
+    expected = on_ranks(with_rung, num_ranks, make_task, others, _config())[0]
+    found = on_ranks(with_rung, num_ranks, make_task, strategy, _config())[0]
+    assert GATHERED.format(num_layers) in found.notes
+    assert found.losses[0] == expected.losses[0]
+    assert _apart(found, expected) < 1e-3  # the order of sums, which rounding makes larger
+    for name, value in expected.evaluation.items():
+        assert found.evaluation[name] == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.parametrize("run", [with_rung_traced, slow(with_rung)])
+def test_compiled_code_takes_weights_gathered_in_float8(alone: Outcome, run: Any) -> None:
+    found = on_ranks(run, 2, make_task, "zero3", _config(compile=True), timeout=600)
+    assert GATHERED.format(8) in found[0].notes
+    assert _apart(found[0], alone) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        ("zero3", {"gather": "fp32"}),
+        slow("zero3", {"fp8_scaling": "row"}),
+        slow("zero3", {"offload": "cpu"}),
+        slow("fsdp2,tp2", {}),
+        slow("ddp", {}),
+    ],
+)
+def test_other_settings_gather_as_under_bf16(strategy: str, changes: dict[str, Any]) -> None:
+    run = dry_run(make_task(), parse(strategy, 4), _config(**changes), device="cuda")
+    assert GATHERED.format(8) not in run.notes
+
+
+def test_a_plan_sees_that_half_the_bytes_are_gathered() -> None:
+    def gathered(**changes: Any) -> list[int]:
+        config = _config(batch_size=10, micro_batch=None, **changes)
+        run = dry_run(make_task(), parse("zero3", 2), config, device="cuda")
+        sent = run.trace.messages(run.second_step)
+        return [message.num_bytes for message in sent if message.operation == "all-gather"]
+
+    whole, half = gathered(fp8_scaling="row"), gathered()
+    in_float8 = 2 * 64 * 256  # of a block
+    assert [before - after for before, after in zip(whole, half, strict=True)] == [0, *[in_float8] * (len(whole) - 1)]
+
+
+def test_a_plan_counts_a_gathered_weight_by_its_float8_elements() -> None:
+    weight = GatheredWeight(torch.zeros(32, 16, dtype=FACTOR), torch.ones(()), torch.bfloat16)
+    assert tensors_of([weight, weight.factor]) == [weight.factor]
+
+
+class PeekingBlock(Block):
+    """Reads a weight of a float8 layer itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        wide = F.gelu(F.linear(normed, self.up.weight, self.up.bias))
+        return x + self.down(wide) * torch.sigmoid(self.gate(normed))
+
+
+def peeking_net() -> Net:
+    net = Net()
+    for block in net.blocks:
+        block.__class__ = PeekingBlock
+    return net
+
+
+def test_a_weight_that_the_model_reads_itself_is_not_rounded_in_silence() -> None:
+    task = partial(make_task, peeking_net)
+    found = on_ranks(_refusal, 2, task)
+    assert all("--set gather=fp32 gathers such weights as they are" in one for one in found)
+    assert on_ranks(with_rung, 2, task, "zero3", _config(gather="fp32", steps=1))[0].losses
+
+
+def _refusal(task: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        with_rung(task, "zero3", _config(steps=1))
+    return str(caught.value)
+
+
+def test_a_layer_without_rows_takes_a_gathered_weight() -> None:
+    layer = _layer(32, 48, rows=False)
+    x = torch.zeros(2, 0, 32, requires_grad=True)
+    weight = nn.Parameter(GatheredWeight(layer.weight.detach().to(FACTOR), torch.ones(()), torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        result = layer.product(x, weight, None)
+    assert result.shape == (2, 0, 48)
+    result.sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None and not weight.grad.any()
 
 
 # -- the product -------------------------------------------------------------------------------------------------------

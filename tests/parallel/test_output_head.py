@@ -64,10 +64,13 @@ def test_a_large_vocabulary_is_found_and_told() -> None:
     assert notes == ["cross entropy in chunks: the logits of head are not kept; chunked_loss=never keeps them"]
     assert heads(text_task(model=lambda: TinyGPT(LARGE)), chunked_loss="never") == ([], [])
     assert heads(text_task(model=lambda: TinyGPT(LARGE - 1))) == ([], [])
+    assert heads(text_task(model=lambda: TinyGPT(LARGE)), precision="fp16") == (found, notes)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp2x2", "pp2,fsdp2"])
-def test_strategies_that_leave_the_layer_whole(strategy: str) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp2x2", "pp2,fsdp2", "tp4", "fsdp2,tp2", "pp2,tp2"]
+)
+def test_strategies_that_compute_in_chunks(strategy: str) -> None:
     assert heads(text_task(model=lambda: TinyGPT(LARGE)), strategy, 4)[0] == ["head"]
 
 
@@ -90,15 +93,16 @@ def test_logits_with_another_use_stay(task: Task) -> None:
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "settings", "reason"),
     [
-        ("tp2", 2, {}, "cuts the output layer"),
-        ("single", 1, {"precision": "fp16"}, "with --precision fp16"),
+        ("tp2", 2, {}, 'gathers the logits of head.*"vocabulary_head"'),
+        ("dp2", 1, {}, "handed on before the loss"),
         ("zero3", 2, {"shard_by": "size:1K"}, "in a unit, whose weights are gone before the loss"),
     ],
 )
 def test_where_it_is_not_possible_auto_does_without(
     strategy: str, num_ranks: int, settings: dict[str, Any], reason: str
 ) -> None:
-    task = text_task(model=Untied)
+    styles = {"head": "colwise_gather"} if strategy == "tp2" else None
+    task = text_task(model=Untied, tensor_parallel=styles)
     assert heads(task, strategy, num_ranks, **settings) == ([], [])
     with pytest.raises(RungError, match=f"chunked_loss=7.*{reason}"):
         heads(task, strategy, num_ranks, chunked_loss="7", **settings)
@@ -130,7 +134,8 @@ def test_a_loss_of_the_whole_batch_needs_the_logits() -> None:
         heads(task, chunked_loss="7")
 
 
-def test_a_plan_sees_the_memory_that_is_saved() -> None:
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("tp2", 2)])
+def test_a_plan_sees_the_memory_that_is_saved(strategy: str, num_ranks: int) -> None:
     tokens = torch.zeros(64, 64, dtype=torch.long)
 
     def task(make: Callable[[], nn.Module]) -> Task:
@@ -138,10 +143,10 @@ def test_a_plan_sees_the_memory_that_is_saved() -> None:
 
     def peak(setting: str) -> int:
         config = RunConfig(batch_size=64, device="cpu", chunked_loss=setting)
-        run = dry_run(task(lambda: TinyGPT(LARGE, 32, 1, 64)), parse("single", 1), config)
+        run = dry_run(task(lambda: TinyGPT(LARGE, 32, 1, 64)), parse(strategy, num_ranks), config)
         return find_peak(run.trace).num_bytes
 
-    logits = 64 * 64 * LARGE * 4
+    logits = 64 * 64 * LARGE * 4 // num_ranks
     assert peak("never") > 2 * logits
     assert peak("512") < logits
 

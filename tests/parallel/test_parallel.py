@@ -48,7 +48,7 @@ def test_fused_is_chosen_where_the_task_leaves_it_open() -> None:
     model = TinyCNN()
 
     def build(make: Any, fused: bool = True) -> Any:
-        return make_optimizer(image_task(optimizer=make), model, fused=fused)[0]
+        return make_optimizer(image_task(optimizer=make), model, fused=fused, device=torch.device("cpu"))[0]
 
     groups = [{"params": model.head.parameters(), "lr": 0.5}, {"params": model.first.parameters()}]
     adamw = build(lambda m: torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), weight_decay=0.3))
@@ -67,7 +67,9 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is() -> None:
         pass
 
     model = TinyCNN()
-    found, _ = make_optimizer(image_task(optimizer=lambda m: Own(m.parameters(), lr=1)), model, fused=True)
+    found, _ = make_optimizer(
+        image_task(optimizer=lambda m: Own(m.parameters(), lr=1)), model, fused=True, device=torch.device("cpu")
+    )
     assert type(found) is Own
 
 
@@ -156,6 +158,7 @@ class NormAndActivation(nn.BatchNorm2d):
         (nn.BatchNorm1d, (6, 3)),
         (nn.BatchNorm1d, (6, 3, 5)),
         (nn.BatchNorm2d, (4, 3, 5, 2)),
+        (nn.BatchNorm3d, (4, 3, 2, 3, 2)),
         (NormAndActivation, (4, 3, 5, 2)),
     ],
 )
@@ -177,12 +180,54 @@ def test_synchronised_batch_norm_is_batch_norm(lone_group: Any, momentum: float 
 
 
 def test_synchronised_batch_norm_does_not_cancel_in_fp32(lone_group: Any) -> None:
-    """A mean of 1000 and a deviation of 0.1: the difference of squares would leave nothing."""
+    """A mean of 1000 and a deviation of 0.1: the difference of squares would leave nothing, nor a gradient without a
+    difference from the mean."""
     torch.manual_seed(0)
     x = torch.randn(64, 2) * 0.1 + 1000
-    synced = nn.Sequential(nn.BatchNorm1d(2))
+    plain, synced = (nn.Sequential(nn.BatchNorm1d(2)) for _ in range(2))
     synchronise_batch_norm(synced, lone_group)
-    assert torch.allclose(synced(x), nn.BatchNorm1d(2)(x), atol=1e-2)
+    outputs, gradients = [], []
+    for model in (plain, synced):
+        value = x.clone().requires_grad_()
+        outputs.append(model(value))
+        (outputs[-1] * x.sub(1000)).sum().backward()
+        gradients.append(value.grad)
+    assert torch.allclose(*outputs, atol=1e-2)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("has_weight", "has_bias"), [(True, True), (True, False), (False, False)])
+def test_synchronised_batch_norm_of_any_type_and_layout_keeps_only_its_input(
+    lone_group: Any, has_weight: bool, has_bias: bool, dtype: torch.dtype
+) -> None:
+    """Half and full precision, channels last, with and without weight and bias."""
+    torch.manual_seed(0)
+    x = (torch.randn(8, 3, 4, 4) + 2).to(dtype, memory_format=torch.channels_last)
+    plain, synced = (nn.Sequential(nn.BatchNorm2d(3, affine=has_weight)) for _ in range(2))
+    for model in (plain, synced):
+        if has_weight and not has_bias:
+            model[0].register_parameter("bias", None)
+    synchronise_batch_norm(synced, lone_group)
+    kept: list[torch.Tensor] = []
+    results = []
+    for model in (plain, synced):
+        value = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            output = model(value)
+        output.backward(x.square())
+        results.append([output, value.grad, *(parameter.grad for parameter in model.parameters())])
+    assert sum(t.dim() == 4 for t in kept) == 2 and all(t.dtype == dtype for t in kept if t.dim() == 4)
+    precision = {torch.bfloat16: 2e-2, torch.float32: 1e-5}[dtype]
+    for ours, theirs in zip(*reversed(results), strict=True):
+        assert ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours, theirs, rtol=precision, atol=precision)
+
+
+def test_statistics_of_a_tensor_without_data_have_a_shape_and_a_type() -> None:
+    x, running = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 3, 5, 5), (3,)))
+    for found in torch.batch_norm_update_stats(x, running, running, 0.0):
+        assert (found.shape, found.dtype, found.device.type) == ((3,), torch.float32, "meta")
 
 
 def test_no_dropout_reaches_functions_modules_and_attention() -> None:

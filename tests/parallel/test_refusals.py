@@ -213,8 +213,3 @@ def test_a_given_plan_cannot_cut_an_embedding_that_looks_at_all_of_its_rows() ->
 def test_a_given_plan_that_is_wrong_is_the_task_s_mistake() -> None:
     with pytest.raises(TaskError, match="the tensor plan is wrong"):
         spread(Model, "tp2", tensor_parallel={"blocks.*.up": "rowwise", "blocks.*.down": "colwise"})
-
-
-def test_adafactor_is_refused_on_cut_parameters() -> None:
-    with pytest.raises(TaskError, match="Adafactor cannot update"):
-        spread(Model, "tp2", optimizer=lambda model: torch.optim.Adafactor(model.parameters()))

@@ -71,6 +71,40 @@ def test_where_nothing_fits_more_devices_are_tried() -> None:
     assert any("or more of them and a larger batch" in line for line in hopeless.words)
 
 
+def test_the_form_of_context_parallelism_that_sends_least_is_advised() -> None:
+    """Eight heads of queries on one of keys: exchanging heads sends queries, too, and copies of the keys."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.out = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+            self.both = nn.Linear(1024, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shape = (*x.shape[:2], -1, 128)
+            query, both = self.query(x).view(shape).transpose(1, 2), self.both(x).view(shape).transpose(1, 2)
+            key, value = both.chunk(2, dim=1)
+            mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+    task = Task(
+        model=lambda: nn.Sequential(*(Block() for _ in range(4))),
+        train_data=lambda: TensorDataset(
+            torch.zeros(1, 1).expand(64, 4096 * 1024).view(64, 4096, 1024), torch.zeros(64)
+        ),
+        loss=lambda output, target: output.mean() + 0 * target.sum(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        blocks="*",
+        name="one key",
+    )
+    config = RunConfig(batch_size=2, device="cpu", precision="bf16")
+    found = make_plan(task, config, parse_cluster("4 nodes x 1 H100, 10Gb/s"), only="cp4")
+    assert found.chosen is not None
+    (best, *_) = found.changes
+    assert best.what.startswith(("--set cp_form=gather", "--set cp_form=ring")) and (best.times_quicker or 0) > 1
+    assert not any("cp_form=ulysses" in change.what for change in found.changes), "auto has chosen it"
+
+
 def test_what_would_be_quicker_is_tried_and_said() -> None:
     cluster = with_memory("1xH100", 2**40)
     found = plan(cluster, "single", micro_batch=1024)

@@ -52,8 +52,8 @@ class Advisor:
         return self.among(names, task, parse_cluster(cluster, self._file), **settings)
 
     def among(self, names: list[str], task: Task, cluster: Cluster, *, advises: bool = False, **settings: Any) -> Plan:
-        def some(cluster: Cluster, num_blocks: int) -> list[Layout]:
-            found = {layout.name: layout for layout in layouts_for(cluster, num_blocks)}
+        def some(cluster: Cluster, num_blocks: int, batch_size: int, num_experts: int) -> list[Layout]:
+            found = {one.name: one for one in layouts_for(cluster, num_blocks, batch_size, num_experts)}
             return [found[name] for name in names]
 
         self._monkeypatch.setattr(planning, "layouts_for", some)

@@ -38,6 +38,7 @@ USUAL = (
     "pp2:zb-gpt-2ranks-accumulated",
     "ddp-2ranks-text-compress=powersgd:2",
     "ddp-2ranks-skipping-unused_parameters=allow",
+    "cp2-2ranks-text-cp_form=ring",
 )
 
 
@@ -69,8 +70,10 @@ def beside(strategy: str, size: int, task: str = "text", **settings: Any) -> Cas
     return Case(f"{strategy}-{size}ranks-{task}-{words}", TASKS[task], parse(strategy, size), config)
 
 
+# Where rows go to the ranks of their experts, sizes depend on values.
+COMPARED = [row for row in ROWS if row.layout.kind == "mesh" and row.num_ranks > 1 and row.layout.ep == 1]
 CASES = [
-    *(of_row(row) for row in ROWS if row.layout.kind == "mesh" and row.num_ranks > 1),
+    *(of_row(row) for row in COMPARED),
     *(beside("ddp", 2, compress=method) for method in ("fp16", "bf16", "powersgd:2", "topk:0.1", "onebit", "ternary")),
     beside("ddp", 2, local_steps=2),
     beside("ddp", 2, "adamw", precision="bf16", activation_checkpointing="full"),
@@ -81,6 +84,7 @@ CASES = [
     beside("tp2", 2, sequence_parallel=True),
     beside("pp2", 2, "padded", activation_checkpointing="full"),
     beside("fsdp2,tp2", 4, sequence_parallel=True, activation_checkpointing="full"),
+    *(beside("cp2", 2, cp_form=form) for form in ("ulysses", "gather", "ring")),
     beside("ddp", 2, "images", batch_norm="local"),
     *(beside(strategy, 2, "skipping", unused_parameters="allow") for strategy in ("ddp", "zero1", "zero3")),
 ]
@@ -145,7 +149,7 @@ def sent_for_real(request: pytest.FixtureRequest) -> Callable[[Case], list[list[
 def test_all_rows_of_the_mesh_are_here() -> None:
     names = {case.name for case in CASES}
     assert len(names) == len(CASES)
-    assert {row.name for row in ROWS if row.layout.kind == "mesh" and row.num_ranks > 1} <= names
+    assert {row.name for row in COMPARED} <= names
     assert set(USUAL) <= names
 
 

@@ -318,11 +318,14 @@ def test_least_state_follows_what_is_cut() -> None:
 
 
 def test_layouts_use_all_devices_and_cut_tensors_inside_a_machine() -> None:
-    found = list(layouts_for(parse_cluster("2 nodes x 4 H100"), 8))
+    found = list(layouts_for(parse_cluster("2 nodes x 4 H100"), 8, batch_size=32))
     assert {layout.num_ranks for layout in found} == {1, 8}
     assert max(layout.tp for layout in found) == 4
     assert {"ddp", "zero3", "hsdp2x4", "fsdp4,tp2", "pp2,fsdp2,tp2", "pp8"} <= {layout.name for layout in found}
     assert len({layout.name for layout in found}) == len(found)
+    assert all(layout.cp == 1 for layout in found), "there are samples for all"
+    few = {layout.name for layout in layouts_for(parse_cluster("2 nodes x 4 H100"), 8, batch_size=4)}
+    assert {"ddp4,cp2", "fsdp2,cp4"} <= few and not any("cp8" in name for name in few)
 
 
 def small_plan(cluster: str, model: Any, batch_size: int = 4, **changes: Any) -> Any:
@@ -464,6 +467,8 @@ def test_kernels_are_measured_by_what_the_tracer_says_of_them() -> None:
     assert found["gelu"] == [(rows * 256 * 4 * 2, rows * 256 * 4 * 2) for rows in (16, 256, 4096)]
     # Drawing a mask takes longer than all else in dropout, and is an operation of its own here.
     assert len(found["bernoulli_"]) == 3
+    # The running statistics of 16 channels are read and the batch's written: four vectors beside the image.
+    assert found["batch_norm_update_stats"][0][0] == (8 * 16 * 8 * 8 + 4 * 16) * 4
 
 
 def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from rung.distributed.world import open_world
+from rung.parallel.gather import local_part
 from rung.runtime import build_runtime
-from rung.runtime.optimizer import local_part
 from rung.runtime.step import StepRuntime
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
@@ -48,7 +48,12 @@ def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
 
 
-OPTIMIZERS = {"adamw": make_adamw, "sgd": make_sgd}
+def make_muon_and_sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, 0.01), torch.optim.SGD(rest, 0.1, momentum=0.9)]
+
+
+OPTIMIZERS: dict[str, Any] = {"adamw": make_adamw, "sgd": make_sgd, "several": make_muon_and_sgd}
 
 
 def make_task(optimizer: str, model: Any = Layers) -> Task:
@@ -106,7 +111,8 @@ def _rows() -> list[Any]:
             marks = [pytest.mark.slow] if is_repetition or (strategy, fused) == ("ddp", True) else []
             name = f"{strategy}-{optimizer}-{'fused' if fused else 'plain'}"
             rows.append(pytest.param(strategy, optimizer, fused, marks=marks, id=name))
-    return rows
+    several = [slow(strategy, "several", True) for strategy in ("ddp", "zero1", "tp2", "pp2")]
+    return [*rows, pytest.param("zero3", "several", True), *several]
 
 
 @pytest.mark.parametrize(("strategy", "optimizer", "fused"), _rows())
@@ -124,11 +130,12 @@ def test_an_overflow_on_some_of_four_ranks_is_skipped_by_all(strategy: str) -> N
     check(on_ranks(trained, 4, "adamw", strategy, overflows, {}), alone("adamw", True, 2, 3))
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", slow("several")])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero3", "pp2"])
-def test_an_overflow_in_the_first_step_leaves_no_momentum(strategy: str) -> None:
+def test_an_overflow_in_the_first_step_leaves_no_momentum(strategy: str, optimizer: str) -> None:
     """torch's fused SGD makes its momentum in the first step, whether that is skipped or not."""
     num_ranks = 1 if strategy == "single" else 2
-    check(on_ranks(trained, num_ranks, "sgd", strategy, {1: [0, 1]}, {}), alone("sgd", False, 1))
+    check(on_ranks(trained, num_ranks, optimizer, strategy, {1: [0, 1]}, {}), alone(optimizer, False, 1))
 
 
 @pytest.mark.parametrize("changes", [{"local_steps": 2}, {"compress": "topk:0.5"}, {"compress": "fp16"}, {"clip": 0.5}])

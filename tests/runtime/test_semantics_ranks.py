@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from rung.distributed.world import open_world
+from rung.distributed.world import open_fake_world, open_world
 from rung.runtime import build_runtime
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
@@ -177,6 +177,15 @@ def test_unused_parameters_can_be_allowed_and_are_left_alone(strategy: str) -> N
     expected = by_hand(never_used_task(), chosen)
     found = on_ranks(with_rung, 1 if strategy == "single" else 2, never_used_task, strategy, chosen)
     assert largest_difference(expected, found[0]) < 1e-9
+
+
+def test_pipelines_with_sharding_say_what_becomes_of_unused_parameters() -> None:
+    with open_fake_world(parse("pp2,fsdp2", 4)) as world:
+        allowed = build_runtime(text_task(), world, config(unused_parameters="allow"))
+        assert any("a gradient of zeros, so weight decay" in note for note in allowed.notes)
+    with open_fake_world(parse("fsdp", 4)) as world:
+        runtime = build_runtime(text_task(), world, config(unused_parameters="allow"))
+        assert not any("gradient of zeros" in note for note in runtime.notes)
 
 
 def later_used_task() -> Task:
@@ -572,10 +581,6 @@ def vector_loss_task() -> Task:
     return image_task(loss=lambda output, target: F.cross_entropy(output, target, reduction="none"))
 
 
-def lbfgs_task() -> Task:
-    return image_task(optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
-
-
 def plateau_task() -> Task:
     return image_task(schedule=lambda optimizer, total_steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
@@ -665,7 +670,6 @@ def own_batch_norm_task() -> Task:
         (loss_metric_task, 1, "may not return 'loss'"),
         (bad_metrics_task, 1, "one number per sample"),
         (vector_loss_task, 1, "must return one number"),
-        (lbfgs_task, 1, "LBFGS"),
         (plateau_task, 1, "ReduceLROnPlateau"),
         (frozen_task, 1, "nothing to train"),
         (lazy_task, 1, "lazy"),

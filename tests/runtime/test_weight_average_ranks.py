@@ -1,7 +1,8 @@
-"""`--ema`: torch's own average of a plain loop, under every strategy, in evaluations, checkpoints and exports."""
+"""`--ema` and `--swa-start`: torch's averages of a plain loop, everywhere, in evaluations, checkpoints and exports."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def averaged_by_hand(task: Task, config: RunConfig) -> tuple[dict[str, torch.Ten
     """torch's AveragedModel beside a plain loop, and the loss of the average over the evaluation data."""
     torch.manual_seed(config.seed)
     model = task.model().double()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema))
+    decayed = {"multi_avg_fn": get_ema_multi_avg_fn(config.ema)} if config.ema is not None else {}
+    average = AveragedModel(model, **decayed)
     optimizer, data = task.optimizer(model), task.train_data()
     order = Permutation(len(data), config.seed, shuffle=True)
     per_epoch = -(-len(data) // config.batch_size)
@@ -48,7 +50,8 @@ def averaged_by_hand(task: Task, config: RunConfig) -> tuple[dict[str, torch.Ten
         optimizer.step()
         if schedule is not None:
             schedule.step()
-        average.update_parameters(model)
+        if step + 1 >= (config.swa_start or 1):
+            average.update_parameters(model)
     module = average.module.eval()
     for name, buffer in model.named_buffers():
         module.get_buffer(name).copy_(buffer)
@@ -93,14 +96,47 @@ def test_the_own_weights_can_be_evaluated() -> None:
 
 
 @pytest.mark.parametrize(
+    ("strategy", "ranks", "model"),
+    [
+        ("single", 1, "adamw"),
+        ("zero3", 2, "gpt"),
+        ("tp2", 2, "gpt"),
+        slow("ddp", 2, "babycnn"),
+        slow("pp2", 2, "gpt"),
+        slow("zero1", 2, "adamw"),
+        slow("pp2,fsdp2", 4, "gpt"),
+    ],
+)
+def test_the_equal_average_is_that_of_a_plain_loop(strategy: str, ranks: int, model: str) -> None:
+    chosen = RunConfig(**{**BASE, "ema": None, "swa_start": 2})
+    _, loss = averaged_by_hand(TASKS[model](), chosen)
+    expected = by_hand(TASKS[model](), chosen)
+    _, from_the_first = averaged_by_hand(TASKS[model](), replace(chosen, swa_start=1))
+    assert min(abs(loss - expected.evaluation["loss"]), abs(loss - from_the_first)) > 1e-6
+    found = on_ranks(with_rung, ranks, TASKS[model], strategy, chosen)[0] if ranks > 1 else None
+    found = found or with_rung(TASKS[model], strategy, chosen)
+    assert found.evaluation["loss"] == pytest.approx(loss, abs=1e-9)
+    found.evaluation = expected.evaluation
+    assert largest_difference(expected, found) < 1e-9
+
+
+def test_before_its_first_step_there_is_no_equal_average() -> None:
+    chosen = RunConfig(**{**BASE, "ema": None, "swa_start": 12, "steps": None, "epochs": 1})
+    assert largest_difference(by_hand(TASKS["text"](), chosen), with_rung(TASKS["text"], "single", chosen)) < 1e-9
+
+
+@pytest.mark.parametrize("kind", [{"ema": 0.8}, {"ema": None, "swa_start": 2}])
+@pytest.mark.parametrize(
     "route",
     [
         [("ddp", 2, 2), ("pp2,fsdp2", 4, 3), ("single", 1, 4)],
         slow([("zero1", 2, 1), ("zero3", 3, 2), ("tp2", 2, 3), ("ddp", 2, 4)]),
     ],
 )
-def test_the_average_goes_through_checkpoints_of_other_layouts(route: list[Any], tmp_path: Path) -> None:
-    chosen = RunConfig(**{**BASE, "eval_every": "never"})
+def test_the_average_goes_through_checkpoints_of_other_layouts(
+    route: list[Any], kind: dict[str, Any], tmp_path: Path
+) -> None:
+    chosen = RunConfig(**{**BASE, "eval_every": "never", **kind})
     expected, _ = averaged_by_hand(TASKS["gpt"](), chosen)
     legs(TASKS["gpt"], chosen, tmp_path / "run", route)
     output = tmp_path / "average.safetensors"
@@ -132,7 +168,7 @@ def test_optimizers_see_no_average_while_they_step() -> None:
     models = [LateUser().double(), LateUser().double()]
     models[1].load_state_dict(models[0].state_dict())
     own, plain = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in models)
-    average = WeightAverage(SimpleNamespace(optimizer=own, sharded_update=None), 0.9)  # type: ignore[arg-type]
+    average = WeightAverage(SimpleNamespace(optimizer=own, sharded_update=None), decay=0.9)  # type: ignore[arg-type]
     reference = AveragedModel(models[1], multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     for _ in range(5):
         x = torch.randn(4, 3, dtype=torch.float64)
@@ -182,7 +218,17 @@ def test_what_cannot_be_averaged_is_refused() -> None:
         validate_config(RunConfig(ema=0.9, local_steps=4), parse("ddp", 2))
     with pytest.raises(ConfigError, match="Use ddp"):
         validate_config(RunConfig(ema=0.9), parse("ps", 3, servers=1))
-    with pytest.raises(ConfigError, match="eval_weights=own is for --ema"):
+    with pytest.raises(ConfigError, match="eval_weights=own is for --ema and --swa-start"):
         validate_config(RunConfig(eval_weights="own"), parse("ddp", 2))
     with pytest.raises(ConfigError, match="below 1"):
         check("ema", 1.0)
+    with pytest.raises(ConfigError, match="two averages of the weights"):
+        validate_config(RunConfig(ema=0.9, swa_start=3), parse("ddp", 2))
+    with pytest.raises(ConfigError, match=r"--swa-start 9 is after the last step, 8"):
+        validate_config(RunConfig(swa_start=9, steps=8), parse("ddp", 2))
+    with pytest.raises(ConfigError, match="--swa-start 2 averages weights where they are updated"):
+        validate_config(RunConfig(swa_start=2), parse("ps", 3, servers=1))
+    with pytest.raises(ConfigError, match="--swa-start 2 averages the weights of every step"):
+        validate_config(RunConfig(swa_start=2, local_steps=4), parse("ddp", 2))
+    with pytest.raises(ConfigError, match="swa_start must be at least 1"):
+        check("swa_start", 0)

@@ -13,7 +13,7 @@ from rung.compare.options import DEFAULT_STRATEGIES
 from rung.compare.verify import all_strategies
 from rung.distributed.world import open_fake_world
 from rung.errors import ConfigError, StrategyError
-from rung.spec.abilities import can, presets_of, rung_of, stand_in, topology, why_not
+from rung.spec.abilities import can, describe_layout, presets_of, rung_of, stand_in, topology, why_not
 from rung.spec.compatibility import as_given, fit_settings, inapplicable_settings, is_requested, validate_config
 from rung.spec.config import SETTINGS, RunConfig
 from rung.spec.presets import ABILITIES, PRESETS, SCHEDULES, Preset, Refusal, givers
@@ -39,7 +39,7 @@ EXCEPTIONS = {
 }
 # What tells one strategy from another. Sizes are structure: `layout.num_stages > 1` is as good as a number.
 _READS = ("kind", "zero", "uses_ddp", "uses_fully_shard")
-_COMPARED = ("name", "pp", "tp", "servers")
+_COMPARED = ("name", "pp", "cp", "tp", "servers")
 
 
 def looks_at_strategy(source: str) -> set[int]:
@@ -111,6 +111,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "other_schedules": {"schedule": "interleaved"},
     "split": {"split": "blocks.1"},
     "sequence_parallel": {"sequence_parallel": True},
+    "cp_form": {"cp_form": "gather"},
     "servers": {"servers": 1},
     "staleness": {"staleness": 2},
     "compress": {"compress": "topk"},
@@ -126,6 +127,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "accumulate": {"micro_batch": 4},
     "clip": {"clip": 1.0},
     "ema": {"ema": 0.9},
+    "swa": {"swa_start": 2},
+    "lora": {"lora": "r=4"},
 }
 COMPOSED = ("ddp2,tp2", "pp2,ddp2", "pp2,fsdp2", "pp2:zb,fsdp2", "fsdp2,tp2", "pp2,tp2", "pp1,ddp4")
 NAMES = (*PRESETS, *(f"pp:{schedule}" for schedule in SCHEDULES), *COMPOSED)
@@ -226,7 +229,7 @@ def test_a_row_makes_a_strategy_known_everywhere(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(PRESETS, "gossip", row)
     layout = parse("gossip", 4)
     assert (layout.num_ranks, layout.num_data_ranks, layout.kind) == (4, 4, "gossip")
-    assert parse("gossip4", 4).num_data_ranks == 4 and "4 replicas" in layout.describe()
+    assert parse("gossip4", 4).num_data_ranks == 4 and "4 replicas" in describe_layout(layout)
     assert topology(layout)["kind"] == "gossip" and rung_of(layout) == 2
     with pytest.raises(StrategyError, match="but the job has 4"):
         parse("gossip2", 4)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rung.errors import StrategyError
+from rung.spec.abilities import describe_layout
 from rung.spec.presets import PRESETS
 from rung.spec.strategy import default_name, parse, required_num_ranks
 
@@ -75,7 +76,7 @@ def test_the_lowest_rung_is_the_default() -> None:
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_every_preset_describes_itself(name: str) -> None:
-    assert name in parse(name, 1 if name in ("single", "dp") else 4).describe()
+    assert name in describe_layout(parse(name, 1 if name in ("single", "dp") else 4))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,9 @@ def test_every_preset_describes_itself(name: str) -> None:
         ("pp2,fsdp,tp2", 8, "pp2,fsdp2,tp2", (2, 1, 2, 2)),
         ("tp2,fsdp,pp2", 8, "pp2,fsdp2,tp2", (2, 1, 2, 2)),
         ("pp2,ddp2", 4, "pp2,ddp2", (2, 2, 1, 1)),
+        ("cp4", 4, "cp4", (1, 4, 1, 1)),
+        ("cp2,fsdp", 8, "fsdp4,cp2", (1, 1, 8, 1)),
+        ("pp2,hsdp2x2,cp2,tp2", 32, "pp2,hsdp2x2,cp2,tp2", (2, 2, 4, 2)),
         ("pp2:zb,zero1", 8, "pp2:zb,zero1x4", (2, 1, 4, 1)),
         ("pp4:1f1b", 4, "pp4", (4, 1, 1, 1)),
         ("pp", 3, "pp3", (3, 1, 1, 1)),
@@ -139,3 +143,11 @@ def test_ranks_and_their_places() -> None:
     telling = [rank for rank in range(16) if layout.counts_loss(rank)]
     assert telling == [8, 10, 12, 14], "the first of each tensor group on the last stage"
     assert sorted(layout.data_rank(rank) for rank in telling) == [0, 1, 2, 3]
+
+
+def test_ranks_that_share_a_sequence_are_neighbours_with_one_loss() -> None:
+    layout = parse("pp2,fsdp2,cp2,tp2", 16)
+    assert layout.num_data_ranks == 2 and layout.num_gradient_ranks == 4
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [rank for rank in range(16) if layout.counts_loss(rank)] == [8, 12]
+    assert describe_layout(layout).endswith("2 stages (1f1b) x 4 shards (sequences cut in 2) x tensors cut in 2")

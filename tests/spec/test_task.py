@@ -55,6 +55,15 @@ def test_arguments_with_defaults_can_be_set(tmp_path: Path) -> None:
         ("def train_data(): ...", "def train_data(): ...\ndefaults = 3", ["defaults must be a dict"]),
         ("def train_data(): ...", "def train_data(): ...\ndef scheduler(o, t): ...", ["misspelt 'schedule'"]),
         ("def train_data(): ...", "def train_data(): ...\ndefault = {}", ["misspelt 'defaults'"]),
+        ("def train_data(): ...", "def train_data(): ...\ndef on_stpe(s): ...", ["no hook 'on_stpe'", "'on_step'?"]),
+        (
+            "def train_data(): ...",
+            "def train_data(): ...\ndef on_epoch(state): ...",
+            ["no hook 'on_epoch', and it would never be called", "on_start, on_step, on_evaluation"],
+        ),
+        ("def train_data(): ...", "def train_data(): ...\ndef onstep(state): ...", ["misspelt 'on_step'"]),
+        ("def train_data(): ...", "def train_data(): ...\ndef on_step(): ...", ["called as on_step(state)"]),
+        ("def loss(output, target)", "def loss(output, target, log=1)", ["log of loss() gets a function", "is 1"]),
         ("def train_data(): ...", "raise ValueError('no')", ["does not load: ValueError: no", "line 3"]),
         ("def train_data(): ...", "def train_data( ...", ["does not load: SyntaxError"]),
     ],
@@ -124,3 +133,21 @@ def test_batches_are_pairs_or_dicts() -> None:
 def test_a_task_object_is_checked_like_a_file() -> None:
     with pytest.raises(TaskError, match="cannot be called as loss"):
         Task(model=lambda: 0, train_data=lambda: 0, loss=lambda x: x, optimizer=lambda m: 0)
+
+
+def test_functions_with_an_argument_log_can_be_called_without_it(tmp_path: Path) -> None:
+    logs = "def loss(output, target, log, scale=1.0): log('x', 1)\ndef forward(model, batch, *, log=None): log('y', 2)"
+    task = load_task(write(tmp_path, COMPLETE.replace("def loss(output, target): ...", logs)))
+    assert "loss.log" not in task.arguments() and task.arguments()["loss.scale"] == 1.0
+    task.loss(0, 0)
+    task.forward(0, 0)
+    found: list[tuple[str, int]] = []
+    bound = task.with_log({name: lambda *given: found.append(given) for name in task.logging_functions()})
+    bound.bind({"loss.scale": "2"}).loss(0, 0)
+    bound.forward(0, 0)
+    assert found == [("x", 1), ("y", 2)]
+
+
+def test_hooks_have_arguments_as_other_functions(tmp_path: Path) -> None:
+    task = load_task(write(tmp_path, COMPLETE + "def on_step(state, every=10): return every\n"))
+    assert task.hooks() == ["on_step"] and task.bind({"on_step.every": "5"}).on_step(None) == 5

@@ -280,6 +280,26 @@ def optimizer(model):
     made.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.1) and None)
     return made
 """
+ONE_OF_TWO_CLIPS_ITSELF = """
+def optimizer(model):
+    first, *rest = model.children()
+    own = [p for part in rest for p in part.parameters()]
+    clips = torch.optim.SGD(own, lr=0.1)
+    clips.register_step_pre_hook(lambda *_: [nn.utils.clip_grad_norm_(own, 0.1)] and None)
+    return {"first": torch.optim.SGD(first.parameters(), lr=0.1), "rest": clips}
+"""
+WHOLE_BUT_COUPLED = """
+class Clips(torch.optim.SGD):
+    whole_parameters = True
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+        super().step()
+
+
+def optimizer(model):
+    return Clips(model.parameters(), lr=0.1)
+"""
 SPECTRAL = """
 def model():
     from torch.nn.utils.parametrizations import spectral_norm
@@ -369,6 +389,8 @@ def test_a_run_says_that_its_first_step_is_that_of_one_process(
         (TEACHER, "ps", "forward changes the parameter teacher.weight, and not as one process does"),
         (HARDEST, "ddp", "the loss is no mean over samples"),
         (CLIPS_ITSELF, "pp2", "the optimizer's update of 0.weight depends on gradients of other parameters"),
+        (ONE_OF_TWO_CLIPS_ITSELF, "pp2", "the optimizer's update of 3.weight depends on gradients of other parameters"),
+        (WHOLE_BUT_COUPLED, "zero3", "Under zero3 it gets whole parameters, one at a time"),
         (TURNED, "ddp", "elements of the gradient of first.weight are off by 2 of its norm"),
         (TURNED, "ps", "elements of the gradient of first.weight are off by 2 of its norm"),
     ],
@@ -383,6 +405,8 @@ def test_a_run_says_that_its_first_step_is_that_of_one_process(
         "teacher",
         "hardest",
         "clips itself",
+        "one of two clips itself",
+        "whole but coupled",
         "turned",
         "turned for a server",
     ],

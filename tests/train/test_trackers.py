@@ -11,6 +11,7 @@ import sqlite3
 import struct
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from rung.distributed.live_status import JobSnapshot, RankFigures
 from rung.errors import EnvironmentProblem
 from rung.train import trackers
+from rung.train.metrics import training_figures
 from rung.train.records import EvalRecord, StepRecord
 from rung.train.trackers import open_trackers
 
@@ -28,6 +30,11 @@ LOSSES = [4.0, 3.0, 2.0]
 
 def record(step: int, loss: float) -> StepRecord:
     return StepRecord(step, 0, 4 * step, loss, None, 0.1, 0.5, 8.0, 0.1, 1, 2**20)
+
+
+def test_the_rate_of_each_of_several_optimizers_is_a_figure() -> None:
+    figures = training_figures(replace(record(1, 2.0), lrs={"matrices": 0.1, "rest": 0.3}))
+    assert figures == {"train/loss": 2.0, "train/lr": 0.1, "train/lr_matrices": 0.1, "train/lr_rest": 0.3}
 
 
 @pytest.fixture

@@ -8,22 +8,23 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rung.checkpoint.files import Entry, TensorFile, partial_file, wide_first, write_tensors
-from rung.checkpoint.manifest import MANIFEST, Checkpoint, steps_in, write_whole
+from rung.checkpoint.manifest import MANIFEST, Checkpoint, is_adapters, steps_in, write_whole
 from rung.checkpoint.plan import OpenFiles, dtype_of, read_whole
 from rung.checkpoint.survey import CheckpointLocation, CheckpointStatus, best_whole, inspect_checkpoint, survey
 from rung.errors import CheckpointError, ConfigError
 from rung.runtime.base import AVERAGE
 from rung.system.disk import free_bytes, is_full, room
-from rung.system.untrusted import read_json
+from rung.system.untrusted import parse_json, read_json
 
 PICKLED = (".pt", ".pth")
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -41,6 +42,8 @@ class WeightSource:
     read: Callable[[str], Tensor]
     same: dict[str, str] = field(default_factory=dict)  # keys of tied tensors map to the same value
     notes: list[str] = field(default_factory=list)
+    adapters: Mapping[str, Any] | None = None  # of `describe_adapters`
+    base: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is frozen beside them and not here
 
     @property
     def num_bytes(self) -> int:
@@ -122,12 +125,18 @@ def _whole(found: CheckpointStatus) -> Checkpoint:
 def of_checkpoint(checkpoint: Checkpoint, notes: list[str] | None = None, *, average: bool = False) -> WeightSource:
     """The weights of a checkpoint, or their average; what is not trained has none, and is taken as it is."""
     manifest, files = checkpoint.manifest, OpenFiles(checkpoint)
-    stored = {key: f"model/{name}" for key, name in manifest["state_dict"].items()}
+    base = {
+        key: manifest["base"][name] for key, name in manifest["state_dict"].items() if name in manifest.get("base", {})
+    }
+    stored = {key: f"model/{name}" for key, name in manifest["state_dict"].items() if key not in base}
     if average:
         averages = {key: f"optimizer/{name}/{AVERAGE}" for key, name in manifest["state_dict"].items()}
         found = {key: name for key, name in averages.items() if name in manifest["tensors"]}
         if not found:
-            raise CheckpointError(f"the checkpoint of step {checkpoint.step} has no average: its run had no --ema.")
+            raise CheckpointError(
+                f"the checkpoint of step {checkpoint.step} has no average: its run had no --ema, and no --swa-start at "
+                "or before that step."
+            )
         stored |= found
     entries = [
         Entry(key, dtype_of(checkpoint, name), tuple(manifest["tensors"][name]["shape"]))
@@ -146,8 +155,10 @@ def of_checkpoint(checkpoint: Checkpoint, notes: list[str] | None = None, *, ave
         checkpoint.step,
         entries,
         lambda key: read_whole(checkpoint, stored[key], files),
-        stored,
+        stored | {key: f"base/{manifest['state_dict'][key]}" for key in base},
         notes,
+        manifest.get("adapters"),
+        base,
     )
 
 
@@ -159,12 +170,16 @@ def of_file(path: Path, notes: list[str] | None = None) -> WeightSource:
             return value.clone()
 
     step = file.metadata.get("step", "")
+    adapters = parse_json(file.metadata["adapters"].encode()) if "adapters" in file.metadata else None
+    if adapters is not None and not is_adapters(adapters):
+        raise CheckpointError(f"{path} is damaged: its adapters are invalid.")
     return WeightSource(
         f"the weights of the run's end, {path.name}",
         int(step) if re.fullmatch("[0-9]{1,15}", step) else None,
         [Entry(key, *file.dtype_and_shape(key)) for key in file.keys()],  # noqa: SIM118
         read,
         notes=notes if notes is not None else [],
+        adapters=adapters,
     )
 
 

@@ -189,7 +189,7 @@ def _restore(runtime: Runtime, checkpoint: Checkpoint, *, seed: int) -> None:
     if is_same and f"rank/{world.rank}/torch" in manifest["tensors"]:
         restore_random(world, lambda name: read_whole(checkpoint, name))
     else:
-        torch.manual_seed(mix(seed, world.rank // world.layout.tp, 1, checkpoint.step))
+        torch.manual_seed(mix(seed, world.rank // (world.layout.tp * world.layout.cp), 1, checkpoint.step))
 
 
 def is_same_topology(manifest: Mapping[str, Any], world: World) -> bool:

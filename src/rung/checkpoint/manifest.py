@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,7 +26,7 @@ FORMAT = 1
 _FOLDER = re.compile(r"step-([0-9]{8,15})")
 _FILE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
 _BLOCK = 4 * 2**20  # bytes hashed at a time
-_MAX_MANIFEST = 2**28  # bytes
+MAX_MANIFEST = 2**28  # bytes
 _MAX_CUTS = 6  # dimensions along which one tensor is cut; all strategies together cut two
 
 
@@ -54,12 +54,18 @@ def folder_of(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a folder with this name; None if it is not that of a checkpoint."""
+    match = _FOLDER.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
 def steps_in(checkpoints: Path) -> dict[int, Path]:
     """Every folder that may hold a checkpoint, whole or not, by step, oldest first."""
     if not checkpoints.is_dir():
         return {}
-    named = [(_FOLDER.fullmatch(path.name), path) for path in checkpoints.iterdir() if path.is_dir()]
-    return dict(sorted((int(match.group(1)), path) for match, path in named if match))
+    named = [(step_of(path.name), path) for path in checkpoints.iterdir() if path.is_dir()]
+    return dict(sorted((step, path) for step, path in named if step is not None))
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
@@ -93,7 +99,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read the checkpoint in a folder. Raises CheckpointError with the file and its damage."""
     path = folder / MANIFEST
     try:
-        content = parse_json(read_regular(path, _MAX_MANIFEST))
+        content = parse_json(read_regular(path, MAX_MANIFEST))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished.") from None
     except ValueError as error:
@@ -110,8 +116,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if digest != _digest_of(content):
         raise CheckpointError(f"{path} is damaged: its content does not match its digest.")
     check_content(content, path)
-    named = _FOLDER.fullmatch(folder.name)
-    if named and int(named.group(1)) != content["step"]:
+    if step_of(folder.name) not in (None, content["step"]):
         raise CheckpointError(f"{path} is of step {content['step']}, not of the step in its folder's name.")
     return Checkpoint(folder, content)
 
@@ -140,6 +145,8 @@ def _find_invalid(content: Mapping[str, Any]) -> str | None:
         return "its evaluation is invalid"
     if not isinstance(content.get("finite"), bool | None):
         return "its key 'finite' is invalid"
+    if not _is_stream(content.get("stream")):
+        return "its key 'stream' is invalid"
     if not _is_optimizer(content["optimizer"]) or not {"schedule", "scaler"} <= content.keys():
         return "its optimizer is invalid"
     for name, file in content["files"].items():
@@ -163,12 +170,33 @@ def _find_invalid(content: Mapping[str, Any]) -> str | None:
             left[file] -= math.prod(chunk["shape"])
             if left[file] < 0:
                 return f"{name} is larger than its file"
+    base = content.get("base", {})
+    for name, tensor in base.items():
+        if not are_sizes(tensor["shape"]) or not all(isinstance(tensor[key], str) for key in ("dtype", "digest")):
+            return f"its entry for {name} of the base is invalid"
     for name, stored in content["state_dict"].items():
-        if f"model/{stored}" not in content["tensors"]:
+        if f"model/{stored}" not in content["tensors"] and stored not in base:
             return f"{name} has no tensor"
+    if (adapters := content.get("adapters")) is not None and not is_adapters(adapters):
+        return "its adapters are invalid"
     computed = content["computed"]
     are_names = isinstance(computed, list) and all(isinstance(name, str) for name in computed)
     return None if are_names else "its computed names are invalid"
+
+
+def is_adapters(content: Any) -> bool:
+    """Whether untrusted content describes adapters, as `describe_adapters` does."""
+    if not isinstance(content, dict) or not isinstance(content.get("layers"), dict):
+        return False
+    kinds = {"A": str, "B": str, "scale": int | float, "is_turned": bool}
+    return (
+        all(
+            isinstance(layer, dict) and all(isinstance(layer.get(key), kind) for key, kind in kinds.items())
+            for layer in content["layers"].values()
+        )
+        and isinstance(content.get("config"), dict)
+        and isinstance(content.get("special"), str)
+    )
 
 
 def _is_optimizer(optimizer: Mapping[str, Any]) -> bool:
@@ -189,6 +217,19 @@ def _is_evaluation(content: Mapping[str, Any]) -> bool:
         return True
     named = isinstance(best["metric"], str) and best["better"] in ("max", "min")
     return named and isinstance(best["value"], int | float) and are_sizes([best["step"]])
+
+
+def _is_stream(stream: Any) -> bool:
+    """Whether the places in the shards of a data set are valid, or absent."""
+    if stream is None:
+        return True
+    lanes = stream["lanes"]
+    if not isinstance(lanes, dict) or not are_sizes([stream["epoch"], stream["batch"]]):
+        return False
+    return all(
+        lane.isdecimal() and are_sizes([place["shard"], place["index"], place["state_index"]]) and "state" in place
+        for lane, place in lanes.items()
+    )
 
 
 def are_sizes(values: Any) -> bool:
@@ -264,14 +305,29 @@ def prune(checkpoints: Path, keep: int, keep_every: int | None, *, newest: int, 
     """
     found = {step: path for step, path in steps_in(checkpoints).items() if step <= newest}
     whole = [step for step, path in found.items() if (path / MANIFEST).exists()]
-    kept = {newest, best, *whole[-keep:], *(step for step in whole if keep_every and step % keep_every == 0)}
-    kept.add(next((step for step in reversed(whole) if _may_be_good(found[step])), None))
+    kept = kept_steps(
+        whole, keep, keep_every, newest=newest, best=best, may_be_good=lambda step: _may_be_good(found[step])
+    )
     removed = [step for step in found if step not in kept]
     for step in removed:
         remove(found[step])
     for path in checkpoints.glob(".step-*"):
         remove(path)
     return removed
+
+
+def kept_steps(
+    whole: list[int],
+    keep: int,
+    keep_every: int | None,
+    *,
+    newest: int,
+    best: int | None,
+    may_be_good: Callable[[int], bool],
+) -> set[int | None]:
+    """Of the steps of `whole` checkpoints, oldest first, those that are kept."""
+    kept = {newest, best, *whole[-keep:], *(step for step in whole if keep_every and step % keep_every == 0)}
+    return kept | {next((step for step in reversed(whole) if may_be_good(step)), None)}
 
 
 def newest_good(checkpoints: Path) -> Path | None:
@@ -283,7 +339,7 @@ def newest_good(checkpoints: Path) -> Path | None:
 def _may_be_good(folder: Path) -> bool:
     """Whether a manifest is readable and does not mark its step as non-finite."""
     try:
-        return parse_json(read_regular(folder / MANIFEST, _MAX_MANIFEST)).get("finite") is not False
+        return parse_json(read_regular(folder / MANIFEST, MAX_MANIFEST)).get("finite") is not False
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -98,8 +98,12 @@ def merge(parts: list[dict[str, Any]], tensors: Mapping[str, Any]) -> dict[str, 
     values = {name: value for one in facts for name, value in one["optimizer"]["values"].items()}
     # Data ranks may differ in a module's extra state as in its buffers: the first one's is saved.
     extra = {name: value for one in reversed(facts) for name, value in one.get("extra", {}).items()}
+    # Each rank knows how far it read its own shards.
+    streams = [one["stream"] for one in facts if one.get("stream") is not None]
+    lanes = {lane: place for stream in streams for lane, place in stream["lanes"].items()}
     return {
         **facts[0],
+        "stream": {**streams[0], "lanes": lanes} if streams else None,
         "optimizer": {**facts[0]["optimizer"], "values": values},
         "extra": extra,
         "files": {name: file for part in parts for name, file in part["files"].items()},

@@ -16,6 +16,8 @@ from rung.checkpoint.files import Entry, dtype_name, write_tensors
 from rung.checkpoint.plan import SharePlan
 from rung.checkpoint.rank_local_state import common_tensors, rank_local_tensors
 from rung.checkpoint.state import model_names, rank_tensors, small_state
+from rung.checkpoint.stream_place import pack_place
+from rung.data.shard_windows import StreamPlace
 from rung.distributed.torch_private import foreach_copy_
 from rung.distributed.world import World
 from rung.runtime.base import Runtime
@@ -36,6 +38,7 @@ class Position:
     evaluation: Mapping[str, float] | None = field(default=None, compare=False)  # metrics of this step
     best: Best | None = None  # evaluation so far, by the setting keep_best
     finite: bool | None = field(default=None, compare=False)  # loss and gradient norm of the step
+    stream: StreamPlace | None = field(default=None, compare=False)  # where this rank reads its shards on
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ def _header(position: Position, world: World) -> dict[str, Any]:
         "evaluation": _figures(position.evaluation) if position.evaluation is not None else None,
         "best": position.best.as_json() if position.best is not None else None,
         "finite": position.finite,
+        "stream": pack_place(position.stream),
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "strategy": world.layout.name,
         "ranks": world.size,

@@ -1,7 +1,7 @@
 """The training state under names that do not depend on the strategy, as in a single process.
 
     model/<name>                a parameter or buffer of the module, by its own name
-    optimizer/<name>/<key>      the optimizer's state of that parameter
+    optimizer/<name>/<key>      the optimizer's state of that parameter; <key>[<n>] of a list of tensors
     rank/<number>/<what>        random generators, restored only on the same topology; see also `rank_local_state`
 
 Tensors are listed as this rank holds them: DTensors where they are sharded, so that torch's planner knows which part of
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rung.checkpoint.files import DTYPES
+from rung.checkpoint.files import DTYPES, dtype_name
 from rung.checkpoint.packing import NeedsPickleError, pack, unpack
 from rung.data.rng import restore_generators, save_generators
 from rung.distributed.torch_private import buffers_of
 from rung.distributed.world import World
 from rung.errors import CheckpointError
+from rung.parallel.adapters import describe_adapters
+from rung.parallel.combined_optimizer import is_stepped_whole, kind_of
 from rung.parallel.materialize import is_absent
 from rung.runtime.base import Runtime
 
@@ -34,12 +37,15 @@ _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 # Of a schedule's state: what is no setting. Rates are compared by the groups' `initial_lr`.
 _NO_SETTINGS = ("last_epoch", "base_lrs", "T_cur", "T_i", "verbose")
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "base_momentum", "max_momentum")
+_LIST_ITEM = re.compile(r"(.+)\[(\d{1,9})\]")
 _START_ANEW = "for the task's, start a new run from the weights (rung export)"
 
 
 def model_tensors(runtime: Runtime) -> dict[str, Tensor]:
-    """Parameters and buffers that this rank holds: tied ones once, non-persistent buffers included."""
-    return {f"model/{name}": tensor for name, tensor in _named(runtime.model) if not is_absent(tensor)}
+    """Parameters and buffers that this rank holds: tied ones once, non-persistent buffers included. Not what is frozen
+    beside adapters, which is made as for a new run."""
+    base = runtime.parallel.base
+    return {f"model/{n}": tensor for n, tensor in _named(runtime.model) if n not in base and not is_absent(tensor)}
 
 
 def tensors_to_save(runtime: Runtime, *, everything: bool = False) -> dict[str, Tensor]:
@@ -50,7 +56,7 @@ def tensors_to_save(runtime: Runtime, *, everything: bool = False) -> dict[str, 
     world = runtime.world
     buffers = {id(buffer) for buffer in runtime.model.buffers()}
     # Buffers may differ between data ranks (statistics of a local batch norm): those of the first are saved.
-    saves_buffers = everything or (world.role.data_rank == 0 and world.rank % world.layout.tp == 0)
+    saves_buffers = everything or (world.role.data_rank == 0 and world.layout.is_first_of_samples(world.rank))
     elsewhere = runtime.counted_elsewhere
     found = {
         name: tensor.detach()
@@ -63,6 +69,8 @@ def tensors_to_save(runtime: Runtime, *, everything: bool = False) -> dict[str, 
         for key, value in runtime.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 found[f"optimizer/{name}/{key}"] = value.detach()
+            elif _is_list_of_tensors(value):
+                found |= {f"optimizer/{name}/{key}[{n}]": one.detach() for n, one in enumerate(value)}
     return found
 
 
@@ -94,7 +102,7 @@ def small_state(runtime: Runtime) -> dict[str, Any]:
     values: dict[str, dict[str, Any]] = {}
     for name, parameter in optimizer_parameters(runtime):
         for key, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) and not _is_list_of_tensors(value):
                 values.setdefault(name, {})[key] = pack(value, f"the optimizer's {key!r} of {name}")
     others = [
         [pack(key, "a key of the optimizer's state"), pack(value, f"the optimizer's state {key!r}")]
@@ -110,14 +118,14 @@ def small_state(runtime: Runtime) -> dict[str, Any]:
     scaler = runtime.scaler
     return {
         "optimizer": {
-            "class": type(optimizer).__name__,
+            "class": kind_of(optimizer),
             "groups": groups,
             "members": runtime.optimizer_groups,
             "values": values,
             "others": others,
         },
         "schedule": schedule,
-        "schedule_class": type(runtime.schedule).__name__ if runtime.schedule is not None else None,
+        "schedule_class": kind_of(runtime.schedule) if runtime.schedule is not None else None,
         "total_steps": runtime.total_steps,
         "extra": extra_state(runtime),
         "scaler": None if scaler is None else pack(scaler.state_dict(), "the scaler"),
@@ -128,11 +136,19 @@ def model_names(runtime: Runtime) -> dict[str, Any]:
     """For `rung export`: every key of the module's state dict, in its order, and the name it is saved under.
 
     Tied tensors have several keys, non-persistent buffers have none. Values that the module computes for its state dict
-    (`get_extra_state`, hooks) are neither parameter nor buffer and cannot be exported.
+    (`get_extra_state`, hooks) are neither parameter nor buffer and cannot be exported. What is frozen beside adapters
+    has digests instead of tensors.
     """
     state = runtime.model.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in _named(runtime.model)}
+    base, adapters = runtime.parallel.base, describe_adapters(runtime.model)
     return {
+        **({"adapters": adapters} if adapters is not None else {}),
+        "base": {
+            name: {"digest": base[name], "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
+            for name, tensor in _named(runtime.model)
+            if name in base
+        },
         "state_dict": {key: names[id(value)] for key, value in state.items() if id(value) in names},
         "computed": [key for key, value in state.items() if id(value) not in names],
     }
@@ -151,13 +167,15 @@ class Restorer:
 
     def _check_model(self) -> None:
         model = self._runtime.model
-        here = {name: tuple(tensor.shape) for name, tensor in _named(model)}
+        base = self._runtime.parallel.base
+        self._check_base(base)
+        here = {name: tuple(tensor.shape) for name, tensor in _named(model) if name not in base}
         there = {
             n.removeprefix("model/"): tuple(t["shape"]) for n, t in self._tensors.items() if n.startswith("model/")
         }
         for name in set(there) - set(here):
             self._make_buffer(name)
-        here = {name: tuple(tensor.shape) for name, tensor in _named(model)}
+        here = {name: tuple(tensor.shape) for name, tensor in _named(model) if name not in base}
         missing, extra = sorted(set(here) - set(there)), sorted(set(there) - set(here))
         if missing or extra:
             differences = [f"it has no {', '.join(missing[:3])}"] if missing else []
@@ -168,6 +186,17 @@ class Restorer:
                 raise CheckpointError(
                     f"the checkpoint is of another model: {name} is {list(there[name])} there and {list(shape)} here."
                 )
+
+    def _check_base(self, here: Mapping[str, str]) -> None:
+        """Refuse to train adapters further beside other weights than those that they were trained with."""
+        there = {name: saved["digest"] for name, saved in self._manifest.get("base", {}).items()}
+        other = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        if there and here and other:
+            raise CheckpointError(
+                f"the adapters in the checkpoint were trained beside another base: {', '.join(other[:3])}"
+                f"{f' and {len(other) - 3} more tensors' if len(other) > 3 else ''} had other values. Give the weights "
+                "with which the run began (--init, or model() of the task)."
+            )
 
     def _make_buffer(self, name: str) -> None:
         """Allocate a buffer that is None until a forward pass creates it."""
@@ -192,7 +221,8 @@ class Restorer:
                 owner, _, key = name.removeprefix("optimizer/").rpartition("/")
                 keys.setdefault(owner, []).append(key)
         targets: dict[str, Tensor] = {}
-        numbers = {id(p): n for n, p in enumerate(p for g in self._runtime.optimizer.param_groups for p in g["params"])}
+        optimizer = self._runtime.optimizer
+        numbers = {id(p): n for n, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
         for name, parameter in optimizer_parameters(self._runtime):
             for key in keys.get(name, ()):
                 saved = self._tensors[f"optimizer/{name}/{key}"]
@@ -200,7 +230,7 @@ class Restorer:
                 # The step of a scalar parameter stays on the host, where `load_state_dict` leaves it.
                 if shape == tuple(parameter.shape) and (shape or key != "step"):
                     value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                elif isinstance(parameter, DTensor) and shape:
+                elif isinstance(parameter, DTensor) and shape and not is_stepped_whole(optimizer, parameter):
                     raise CheckpointError(
                         f"the optimizer keeps {key!r} of shape {list(shape)} for {name}, which is sharded here: state "
                         "of another shape than the parameter has no sharding. Resume under a strategy that leaves "
@@ -216,16 +246,23 @@ class Restorer:
         """Load the rest, after the tensors were read into `targets`: optimizer, schedule, extra state, scaler."""
         runtime, saved = self._runtime, self._manifest["optimizer"]
         optimizer = runtime.optimizer
-        if saved["class"] != type(optimizer).__name__ or len(saved["groups"]) != len(optimizer.param_groups):
+        if saved["class"] != kind_of(optimizer) or len(saved["groups"]) != len(optimizer.param_groups):
             raise CheckpointError(
                 f"the checkpoint has the state of {saved['class']} with {len(saved['groups'])} parameter groups; the "
-                f"task now makes {type(optimizer).__name__} with {len(optimizer.param_groups)}."
+                f"task now makes {kind_of(optimizer)} with {len(optimizer.param_groups)}. Return the optimizers of the "
+                f"checkpoint; {_START_ANEW}."
             )
         fresh = optimizer.state_dict()
         built = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in fresh["param_groups"]])
         state: dict[Any, Any] = {unpack(key): unpack(value) for key, value in saved.get("others", [])}
+        lists: dict[tuple[int, str], dict[int, Tensor]] = {}
         for number, key, value in self._state:
-            state.setdefault(number, {})[key] = value
+            if (item := _LIST_ITEM.fullmatch(key)) is not None:
+                lists.setdefault((number, item[1]), {})[int(item[2])] = value
+            else:
+                state.setdefault(number, {})[key] = value
+        for (number, key), items in lists.items():
+            state.setdefault(number, {})[key] = [items[n] for n in sorted(items)]
         numbers = {id(p): n for n, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
         for name, parameter in optimizer_parameters(runtime):
             for key, packed in saved["values"].get(name, {}).items():
@@ -248,6 +285,8 @@ class Restorer:
         optimizer = self._runtime.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for number, key, value in self._state:
+            if _LIST_ITEM.fullmatch(key) is not None:
+                continue  # of LBFGS, which has the parameters' type
             loaded = optimizer.state[parameters[number]][key]
             if key != "step" and loaded.dtype != value.dtype:
                 optimizer.state[parameters[number]][key] = value.to(loaded.device)
@@ -316,7 +355,7 @@ class Restorer:
                 f"{_START_ANEW}."
             )
         same_length = self._manifest.get("total_steps", self._runtime.total_steps) == self._runtime.total_steps
-        kind, was = type(schedule).__name__, self._manifest.get("schedule_class")
+        kind, was = kind_of(schedule), self._manifest.get("schedule_class")
         if was not in (None, kind):
             if same_length:
                 raise CheckpointError(
@@ -348,6 +387,11 @@ class Restorer:
                 f"the schedule cannot be resumed: it has state that only pickle could save, and replaying its "
                 f"{self._manifest['step']} steps gives a rate of {rates[0][1]:.6g} instead of {rates[0][0]:.6g}."
             )
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    """As LBFGS keeps its history, each of the size of the model."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Tensor) for one in value)
 
 
 def _differences(changed: list[tuple[str, Any, Any]]) -> str:

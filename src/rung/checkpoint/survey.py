@@ -15,7 +15,7 @@ from rung.spec.best_metric import Best, figure_of, read_best
 WEIGHTS = "model.safetensors"
 AVERAGE_WEIGHTS = "average.safetensors"  # the average that --ema keeps
 # The keys of a manifest that grow with the model: dropped, because a run may have a thousand checkpoints.
-_TENSOR_KEYS = ("tensors", "state_dict", "optimizer", "computed")
+_TENSOR_KEYS = ("tensors", "state_dict", "optimizer", "computed", "base", "adapters")
 _RUN_FILES = (WEIGHTS, "metrics.jsonl", "config.toml")
 
 

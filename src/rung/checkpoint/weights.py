@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rung.checkpoint.files import Entry, bytes_of, header_of, partial_file, wide_first
 from rung.errors import CheckpointError
+from rung.parallel.adapters import describe_adapters
 from rung.runtime.base import Runtime
 from rung.system.disk import free_bytes, is_full, reason, room
 
@@ -34,6 +35,8 @@ def save_weights(runtime: Runtime, path: Path, *, step: int | None = None) -> No
         entries = wide_first([Entry(k, v.dtype, tuple(v.shape)) for k, v in state if isinstance(v, Tensor)])
         try:
             metadata = {} if step is None else {"step": str(step)}
+            if (adapters := describe_adapters(runtime.model)) is not None:
+                metadata["adapters"] = json.dumps(adapters)
             if raw := [entry.key for entry in entries if entry.dtype == torch.complex128]:
                 metadata[_COMPLEX128] = json.dumps(raw)
             _write(path, entries, weights, metadata)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rung.checkpoint.stored_copy import stored_copy, stored_output
 from rung.checkpoint.survey import CheckpointLocation, CheckpointStatus, best_whole, locate, newest_whole, survey
 from rung.errors import ConfigError
 from rung.spec.best_metric import Best, figure_of
+from rung.system.stored_weights import local_weights
 from rung.system.units import human_size
 from rung.system.untrusted import printable
 
@@ -23,22 +28,34 @@ _KINDS = {"checkpoints": "", "rescue": " (rescued)", "memory": " (in memory)"}
 
 def checkpoints_command(run: str, *, as_json: bool, quick: bool) -> int:
     """List the checkpoints of a run. Returns the exit code: 1 if any is damaged."""
-    location = locate(Path(run))
-    with Console(file=sys.stderr, markup=False).status("listing checkpoints") as shown:
-        found = survey(location, thorough=not quick, on_check=lambda path: shown.update(_text(f"checking {path}")))
+    with stored_copy(run) as copy, Console(file=sys.stderr, markup=False).status("listing checkpoints") as shown:
+        name: Callable[[object], str] = copy.name if copy is not None else str
+        if copy is not None:
+            copy.list_steps()
+        location = copy.location() if copy is not None else locate(Path(run))
+
+        def on_check(path: Path) -> None:
+            shown.update(_text(f"checking {name(path)}"))
+            if copy is not None:
+                copy.fetch_one_at_a_time(path, thorough=not quick)
+
+        found = [
+            replace(status, problem=name(status.problem) if status.problem is not None else None)
+            for status in survey(location, thorough=not quick, on_check=on_check)
+        ]
     taken = newest_whole(found)
     kept, best = best_whole(found)
     if as_json:
         content = {
             "run": run,
             "checked": "sizes" if quick else "digests",
-            "checkpoints": [_record(status) for status in found],
-            "resume": str(taken.path) if taken is not None else None,
-            "best": {**best.as_json(), "path": str(kept.path) if kept is not None else None} if best else None,
+            "checkpoints": [{**_record(status), "path": name(status.path)} for status in found],
+            "resume": name(taken.path) if taken is not None else None,
+            "best": {**best.as_json(), "path": name(kept.path) if kept is not None else None} if best else None,
         }
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
     else:
-        _show(location, found, taken, best, quick=quick)
+        _show(location, found, taken, best, name, quick=quick)
     return int(any(status.state == "damaged" for status in found))
 
 
@@ -47,6 +64,7 @@ def _show(
     found: list[CheckpointStatus],
     taken: CheckpointStatus | None,
     best: Best | None,
+    name: Callable[[object], str],
     *,
     quick: bool,
 ) -> None:
@@ -54,7 +72,7 @@ def _show(
     if not console.is_terminal:
         console.width = 120
     if not found:
-        nothing = f"there are no checkpoints in {location.given}; --checkpoint-every N writes them."
+        nothing = f"there are no checkpoints in {name(location.given)}; --checkpoint-every N writes them."
         console.print(_text(nothing), soft_wrap=True)
     else:
         console.print(_table(found, best))
@@ -65,7 +83,7 @@ def _show(
         console.print("not finite: the loss or the gradient norm of that step was nan or infinite", soft_wrap=True)
     if taken is not None and location.single is None:
         how = " (sizes checked, not digests)" if quick else ""
-        console.print(_text(f"--resume goes on after step {taken.step}: {taken.path}{how}"), soft_wrap=True)
+        console.print(_text(f"--resume goes on after step {taken.step}: {name(taken.path)}{how}"), soft_wrap=True)
     elif found and location.single is None:
         console.print("none of them is whole: --resume would refuse them", soft_wrap=True)
 
@@ -126,34 +144,64 @@ def export_command(
     max_shard_size: str | None,
     force: bool,
     like: str | None = None,
-    as_hf: bool = False,
+    form: str = "file",
     average: bool = False,
+    merge: bool = False,
+    base: str | None = None,
 ) -> int:
     """Write the weights of a run in a format that needs no Rung to read. Returns the exit code."""
-    location = locate(Path(run))
     # Imported here because it needs torch, which `rung checkpoints` does not.
+    from rung.checkpoint.adapters import ADAPTERS, as_peft, merged, write_peft_config
     from rung.checkpoint.export import check_output, export, find_best_source, find_source, parse_size
-    from rung.checkpoint.hf_folder import WEIGHTS, copy_beside, folder_like
+    from rung.checkpoint.hf_folder import WEIGHTS, copy_beside, folder_like, initial_of
 
     console = Console(file=sys.stdout, highlight=False, markup=False)
     if best and step is not None:
         raise ConfigError(f"--best and --step {step} select two checkpoints. Leave one out.")
     shard_bytes = parse_size(max_shard_size) if max_shard_size is not None else None
-    if like is not None and not as_hf:
+    if like is not None and form != "hf":
         raise ConfigError("--like is for --format hf.")
-    folder = folder_like(like, Path(run)) if as_hf else None
-    file = Path(output) / WEIGHTS if as_hf else Path(output)
-    check_output(file, shard_bytes=shard_bytes, force=force)
-    with Console(file=sys.stderr, markup=False).status("checking"):
-        source = find_best_source(location, average=average) if best else find_source(location, step, average=average)
-    for note in source.notes:
-        console.print(_text(note, "yellow"), soft_wrap=True)
-    with Console(file=sys.stderr, markup=False).status(_text(f"writing {output}")):
-        files = export(source, file, shard_bytes=shard_bytes, force=force)
-        copied = copy_beside(folder, Path(output), source.floating_type) if folder is not None else []
-    figures = f"{len(source.entries):,} tensors, {human_size(source.num_bytes)}"
-    written = f"{files[-1]} and {len(files) - 1} files it names" if len(files) > 1 else str(files[0])
-    console.print(_text(f"exported {source.label}: {written} ({figures})"), soft_wrap=True)
-    if copied:
-        console.print(_text(f"copied from {folder}: {', '.join(copied)}"), soft_wrap=True)
+    if form == "peft" and (merge or shard_bytes is not None):
+        raise ConfigError(
+            "--format peft writes the adapters alone, in one file: leave out --merge and --max-shard-size."
+        )
+    with ExitStack() as stack:
+        target, shown_as = stack.enter_context(stored_output(output, is_folder=form != "file", force=force))
+        copy = stack.enter_context(stored_copy(run))
+        location = copy.location() if copy is not None else locate(Path(run))
+        folder = folder_like(like, location.given) if form == "hf" else None
+        file = Path(target) / {"hf": WEIGHTS, "peft": ADAPTERS}[form] if form != "file" else Path(target)
+        check_output(file, shard_bytes=shard_bytes, force=force)
+        with Console(file=sys.stderr, markup=False).status("checking"):
+            if copy is not None:
+                location = copy.with_weights(step, best=best, average=average)
+            source = (
+                find_best_source(location, average=average) if best else find_source(location, step, average=average)
+            )
+        given = base if base is not None else initial_of(location.given)
+        described = source
+        if form == "peft":
+            source = as_peft(source)
+        elif merge or (form == "hf" and source.adapters is not None):
+            own = str(location.weights) if location.weights else None
+            source = merged(source, str(local_weights(given, "--base")) if given is not None else own)
+        elif base is not None:
+            raise ConfigError("--base is for --merge, --format hf and --format peft.")
+        elif source.base:
+            source.notes.append(
+                "the adapters alone, as the checkpoint has them; --merge adds them to the weights beside them."
+            )
+        name: Callable[[object], str] = copy.name if copy is not None else str
+        for note in source.notes:
+            console.print(_text(name(note), "yellow"), soft_wrap=True)
+        with Console(file=sys.stderr, markup=False).status(_text(f"writing {output}")):
+            files = export(source, file, shard_bytes=shard_bytes, force=force)
+            copied = copy_beside(folder, Path(target), source.floating_type) if folder is not None else []
+            if form == "peft":
+                write_peft_config(described, Path(target), given)
+        figures = f"{len(source.entries):,} tensors, {human_size(source.num_bytes)}"
+        written = f"{files[-1]} and {len(files) - 1} files it names" if len(files) > 1 else str(files[0])
+        console.print(_text(f"exported {source.label}: {shown_as(written)} ({figures})"), soft_wrap=True)
+        if copied:
+            console.print(_text(f"copied from {folder}: {', '.join(copied)}"), soft_wrap=True)
     return 0

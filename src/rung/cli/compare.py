@@ -11,7 +11,7 @@ from rung.spec.flags import add_settings, assignments_of
 # Settings that are the same for all strategies, or that apply to those strategies that have them.
 _FLAGS = {
     "where": ("nproc", "backend", "schedule", "split", "sequence_parallel", "offload", "shard_by", "servers"),
-    "how much": ("batch_size", "micro_batch", "steps", "seed"),
+    "how much": ("batch_size", "micro_batch", "lora", "steps", "seed"),
     "how": ("precision", "clip", "compile", "activation_checkpointing", "timeout"),
 }
 
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.strategies:
         options_given["strategies"] = tuple(options.strategies)
     flags = {name: getattr(options, name) for names in _FLAGS.values() for name in names}
-    return compare_command(
+    document, _ = compare_command(
         CompareOptions(
             **options_given,
             flags={**flags, "device": options.device},
@@ -69,3 +69,4 @@ def _run(options: argparse.Namespace) -> int:
             config_file=options.config,
         )
     )
+    return 0 if any(row["status"] == "ok" for row in document["rows"]) else 1

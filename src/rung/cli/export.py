@@ -19,16 +19,25 @@ def add(commands: Any) -> None:
     )
     export.add_argument(
         "--format",
-        choices=("file", "hf"),
+        choices=("file", "hf", "peft"),
         default="file",
-        help="hf: a folder for from_pretrained, with the configuration and tokenizer of --like",
+        help="hf: a folder for from_pretrained, with the configuration and tokenizer of --like, adapters merged; peft: "
+        "a folder with the adapters alone, for PeftModel.from_pretrained",
     )
     export.add_argument(
         "--like", metavar="FOLDER", help="the Hugging Face folder to copy these from; default: that of --init"
     )
+    export.add_argument("--merge", action="store_true", help="add the adapters of --lora to the weights beside them")
+    export.add_argument(
+        "--base",
+        metavar="PATH",
+        help="those weights, which checkpoints do not have: a file or a Hugging Face folder; default: that of --init",
+    )
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
     export.add_argument("--best", action="store_true", help="the best evaluation's checkpoint (--set keep_best=METRIC)")
-    export.add_argument("--average", action="store_true", help="the average of the weights that --ema keeps")
+    export.add_argument(
+        "--average", action="store_true", help="the average of the weights that --ema or --swa-start keeps"
+    )
     export.add_argument(
         "--max-shard-size",
         metavar="SIZE",
@@ -50,5 +59,7 @@ def _run(options: argparse.Namespace) -> int:
         force=options.force,
         like=options.like,
         average=options.average,
-        as_hf=options.format == "hf",
+        form=options.format,
+        merge=options.merge,
+        base=options.base,
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from rung.errors import ConfigError
 from rung.spec.config import SETTINGS
-from rung.system.launcher_env import external_rank
+from rung.system.launcher_env import external_rank, ignored_interfaces
+from rung.system.network import interface_of
+from rung.system.untrusted import printable
 
 BACKENDS, DEVICES = ("auto", "gloo", "nccl", "mpi"), ("auto", "cpu", "cuda")
 
@@ -27,6 +30,12 @@ def refuse_external_rank(command: str) -> None:
             f"`rung {command}` starts processes of its own, and {rank.launcher} has started {rank.size} of it. Start "
             f"it once, without {rank.launcher}."
         )
+
+
+def tell_ignored_interfaces() -> None:
+    """Of the environment's interfaces, print those that ranks of this machine alone do not use."""
+    ignored = ignored_interfaces(interface_of("127.0.0.1"))
+    sys.stderr.write(f"{printable(ignored)}\n" if ignored is not None else "")
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@ of its name."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -27,12 +28,12 @@ from rung.cli import (
     verify,
     watch,
 )
+from rung.cli.machine_flags import tell_ignored_interfaces
 from rung.cli.parser import Parser, let_main_report_first
 from rung.errors import JobFailed, RungError
 from rung.spec.version import VERSION
 from rung.system.disk import is_refused, reason
-from rung.system.launcher_env import external_rank, ignored_interfaces
-from rung.system.network import interface_of
+from rung.system.launcher_env import external_rank
 from rung.system.untrusted import LAYOUT, printable
 
 # in the order of `rung --help`
@@ -60,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rank is not None and not rank.is_main and for_main:
             return 0
         if starts_ranks and rank is None and getattr(options, "rdzv", None) is None:
-            ignored = ignored_interfaces(interface_of("127.0.0.1"))
-            sys.stderr.write(f"{printable(ignored)}\n" if ignored is not None else "")
+            tell_ignored_interfaces()
         return int(options.call(options))
     except JobFailed as error:
         sys.stderr.write(f"{printable(error, keep=LAYOUT)}\n")
@@ -86,13 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run() -> int:
     """The command as a process of its own, which ignores Ctrl-C once it has nothing left to do but to exit: torch and
-    the fork server take tenths of a second for that, and an impatient second Ctrl-C would end in their tracebacks."""
+    the fork server take a moment for that, and an impatient second Ctrl-C would end in their tracebacks."""
     try:
         return main()
     except KeyboardInterrupt:  # while an earlier one was answered
         return 130
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        gc.freeze()  # Python would walk all of torch's objects once more, for half a second
 
 
 if __name__ == "__main__":

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rung.errors import ConfigError
 from rung.spec.config import FLAGS
 from rung.spec.flags import TRAIN_FLAGS, add_settings, assignments_of
 from rung.system.launcher_env import env_settings, external_rank
+
+if TYPE_CHECKING:
+    from rung.launch.train_command import TrainEnd
 
 
 def add(commands: Any) -> None:
@@ -42,33 +46,56 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from rung.launch.train_command import train
-
-    flags = {name: getattr(options, name) for name in FLAGS}
-    if flags["strategy"] == "auto":
-        flags = _planned(options, flags)
-    return train(
+    return run_train(
         options.task,
+        {name: getattr(options, name) for name in FLAGS},
+        assignments_of(options.set),
         config_file=options.config,
-        flags=flags,
-        assignments=assignments_of(options.set),
         resume=options.resume,
         resume_if_there=options.resume_if_there,
+        measures=options.measures,
+    ).exit_code
+
+
+def run_train(
+    task: str,
+    flags: Mapping[str, Any],
+    assignments: Mapping[str, Any],
+    *,
+    config_file: str | None = None,
+    resume: str | bool | None = None,
+    resume_if_there: bool = False,
+    measures: bool = True,
+) -> TrainEnd:
+    """`rung train`, with what its flags say; `rung.train` calls it, too."""
+    from rung.launch.train_command import train
+
+    if flags.get("strategy") == "auto":
+        if resume or resume_if_there or external_rank() is not None:
+            raise ConfigError("--strategy auto is for a new run that `rung train` starts itself. Name a strategy.")
+        flags = _planned(task, flags, assignments, config_file, measures)
+    return train(
+        task,
+        config_file=config_file,
+        flags=flags,
+        assignments=assignments,
+        resume=resume,
+        resume_if_there=resume_if_there,
     )
 
 
-def _planned(options: argparse.Namespace, flags: dict[str, Any]) -> dict[str, Any]:
+def _planned(
+    task: str, flags: Mapping[str, Any], assignments: Mapping[str, Any], config_file: str | None, measures: bool
+) -> dict[str, Any]:
     from rung.planner.auto import choose_flags
 
-    if options.resume or options.resume_if_there or external_rank() is not None:
-        raise ConfigError("--strategy auto is for a new run that `rung train` starts itself. Name a strategy.")
     if any(given.setting == "nnodes" and given.value != "1" for given in env_settings()):
         raise ConfigError("--strategy auto is for one machine, and the environment requests several. Name a strategy.")
     return choose_flags(
-        options.task,
-        config_file=options.config,
+        task,
+        config_file=config_file,
         flags=flags,
-        assignments=assignments_of(options.set),
-        measures=options.measures,
+        assignments=assignments,
+        measures=measures,
         log=lambda line: print(line, flush=True),
     )

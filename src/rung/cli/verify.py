@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
     verify.add_argument("--steps", type=int, default=5, metavar="N", help="steps of each run (default 5)")
     verify.add_argument("--batch-size", type=int, metavar="N", help="samples in one step (default: the task's)")
     verify.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward pass of a process")
+    verify.add_argument("--lora", metavar="HOW", help="adapters: r=16,alpha=32,targets=q_proj+v_proj")
     verify.add_argument(
         "--precision", choices=("fp64", "fp32"), default="fp64", help="fp64 to 1e-9 (default), or fp32 to 1e-5"
     )
@@ -42,7 +43,12 @@ def _run(options: argparse.Namespace) -> int:
     from rung.compare.verify import verify_command
 
     refuse_external_rank("verify")
-    flags = {"batch_size": options.batch_size, "micro_batch": options.micro_batch, "steps": options.steps}
+    flags = {
+        "batch_size": options.batch_size,
+        "micro_batch": options.micro_batch,
+        "steps": options.steps,
+        "lora": options.lora,
+    }
     return verify_command(
         options.task,
         num_ranks=options.nproc,

@@ -22,6 +22,7 @@ from rung.distributed.status_board import RankStatus, read_statuses
 from rung.errors import ConfigError
 from rung.launch.rendezvous.elastic import launchers
 from rung.system.processes import is_running, machine_name
+from rung.system.store import check_address, is_store, local_folder
 from rung.system.units import human_bytes, human_seconds
 from rung.system.untrusted import lines_of, open_regular, parse_json, printable
 
@@ -177,7 +178,9 @@ def watch_command(run: str | None, *, once: bool) -> int:
 
 def _find_run(run: str | None) -> Path:
     if run is not None:
-        folder = Path(run)
+        folder = local_folder(check_address(run, "RUN")) if is_store(run) else Path(run)
+        if is_store(run) and not folder.is_dir():
+            raise ConfigError(f"{folder}, the part of {run} on this machine, is not there. Watch it where it runs.")
         if not folder.is_dir():
             raise ConfigError(f"there is no directory {run}. `rung watch` takes the directory of a run.")
         if not (folder / "config.toml").exists() and not (folder / "metrics.jsonl").exists():
@@ -264,7 +267,9 @@ def _events(view: RunView) -> list[str]:
         figures = "  ".join(f"{name} {_number(value)}" for name, value in shown.items())
         lines.append(f"evaluation after step {view.evaluation['step']}: {figures}")
     if view.checkpoint is not None:
-        lines.append(f"last checkpoint: step {view.checkpoint['step']}")
+        problem = view.checkpoint.get("error")
+        step = view.checkpoint["step"]
+        lines.append(f"last checkpoint: step {step}" if problem is None else f"step {step} is not saved: {problem}")
     return lines
 
 

@@ -21,8 +21,8 @@ _DEFAULT_STEPS, _MOST_WARMUP = 20, 5
 _PRELOADED = ("rung.compare.measure", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
 
 
-def compare_command(options: CompareOptions) -> int:
-    """Run the command. Returns the exit code: 1 if no strategy could be run."""
+def compare_command(options: CompareOptions) -> tuple[dict[str, Any], Path]:
+    """Run the command. Returns the document of results and the directory of the runs."""
     check_options(options)
     start_fork_server(_PRELOADED)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks write their output to their own logs
@@ -42,7 +42,7 @@ def compare_command(options: CompareOptions) -> int:
         _write(options.markdown, as_markdown(document))
     write_page(document, Path(options.out))
     console.print(f"page: {options.out}", soft_wrap=True, markup=False)
-    return 0 if any(row["status"] == "ok" for row in document["rows"]) else 1
+    return document, folder
 
 
 def compare(options: CompareOptions, stderr: Console) -> tuple[dict[str, Any], Path]:

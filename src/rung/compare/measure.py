@@ -35,8 +35,9 @@ from rung.spec.task import Task
 from rung.system.launcher_env import environment_local_size, environment_rank, environment_size
 from rung.train.job import RankJob
 from rung.train.loop import Outputs, Persistence, run
-from rung.train.metrics import JsonLines, Observer, peak_memory_bytes
+from rung.train.metrics import JsonLines, Observer
 from rung.train.records import EvalRecord, StepRecord
+from rung.train.step_buffer import peak_memory_bytes
 from rung.train.worker import dropout_seed, make_batches, run_facts, work_for_servers
 
 Send = Callable[[Any], None]  # sends a value to the process that started the ranks
@@ -215,6 +216,8 @@ class _StepCollector:
     def on_evaluation(self, record: EvalRecord) -> None: ...
 
     def on_checkpoint(self, record: SaveRecord) -> None: ...
+
+    def on_logged(self, figures: Any, step: int) -> None: ...
 
     def on_ranks(self, live: Any) -> None: ...
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from rung.compare.measure import RankMeasurement, RankProfile
 from rung.compare.report.data import KINDS
+from rung.compare.report.runs import logged_points
 from rung.compare.variants import Variant
 from rung.spec.abilities import call_axis, has_common_steps
 from rung.train.heartbeat import PHASES, Peers
@@ -62,6 +63,7 @@ def make_row(
         "bytes_per_step": sum(message["bytes"] for message in messages),
         "communication": _communication(runs, profiles, warmup),
         "losses": [[r.step, r.loss] for r in runs[0][0].records],
+        "logged": logged_points([(r.step, r.logged) for r in runs[0][0].records]),
         "largest_difference": {"loss": None, "parameters": None},
         "timeline": _timeline(profiles),
         "slow": _slow(variant, runs, warmup),

@@ -32,8 +32,8 @@ from rung.launch.launcher import launch
 from rung.launch.prepare import prepare
 from rung.parallel.batchnorm import batch_norms
 from rung.runtime import build_runtime
-from rung.spec.abilities import can, runs_threads, stand_in
-from rung.spec.compatibility import fit_settings, inapplicable_settings, micro_batch_size, validate_config
+from rung.spec.abilities import can, cuts_only_batch, runs_threads, stand_in
+from rung.spec.compatibility import fit_settings, inapplicable_settings, micro_batch_size, refuse_task, validate_config
 from rung.spec.config import SETTINGS, RunConfig, resolve
 from rung.spec.presets import SCHEDULES, tried
 from rung.spec.strategy import Layout, parse, required_num_ranks
@@ -219,20 +219,21 @@ def choose_strategies(names: list[str], num_ranks: int, *, has_remote: bool = Fa
 
 
 def all_strategies(num_ranks: int, *, has_remote: bool = False) -> list[str]:
-    """Every kind of strategy for this number of processes: data, tensor and pipeline parallel, their compositions, and
-    RPC (with `has_remote` also ddp+ps). dp uses this number of devices in one process. ps-async is left out: its
-    numbers differ by design.
+    """Every kind of strategy for this number of processes: data, context, expert, tensor and pipeline parallel,
+    compositions, and RPC (with `has_remote` also ddp+ps). dp uses this number of devices in one process. ps-async is
+    left out: its numbers differ by design.
     """
     found = tried("alone")
     if num_ranks == 1 or num_ranks % 2 == 0:
         found.append("hsdp")
     if num_ranks == 1:
         return found
-    found += [f"dp{num_ranks}", f"tp{num_ranks}", *(f"pp{num_ranks}:{schedule}" for schedule in SCHEDULES)]
+    found += [f"{name}{num_ranks}" for name in ("dp", "cp", "ep", "tp")]
+    found += [f"pp{num_ranks}:{schedule}" for schedule in SCHEDULES]
     if num_ranks % 2 == 0 and num_ranks >= 4:
         half = num_ranks // 2
         found += [f"pp2,{name}" for name in tried("composed")]
-        found += ["pp2:interleaved,fsdp", "pp2:zb,fsdp", f"pp2,tp{half}"]
+        found += ["pp2:interleaved,fsdp", "pp2:zb,fsdp", f"pp2,tp{half}", "fsdp,cp2", f"pp2,cp{half}", "fsdp,ep2"]
         found += [f"{name},tp2" for name in tried("composed")]
     if num_ranks % 8 == 0:
         found += ["hsdp,tp2", "pp2,hsdp", "pp2,fsdp,tp2"]
@@ -284,7 +285,7 @@ class _Runs:
     def why_impossible(self, strategy: str, num_ranks: int) -> str | None:
         """Why the task cannot run under a strategy that cuts the model or its batch; found in a fake world."""
         layout = self._layout(strategy, num_ranks)
-        if not layout.is_composed and not runs_threads(layout):
+        if cuts_only_batch(layout) and not runs_threads(layout):
             return None
         if strategy not in self._reasons:
             job = self._job(strategy, num_ranks, "sgd", self._config.micro_batch, None)
@@ -292,6 +293,7 @@ class _Runs:
             try:
                 with open_fake_world(stand_in(layout)) as world:
                     validate_config(job.config, layout)
+                    refuse_task(job.load(), layout)
                     runtime = build_runtime(job.load(), world, replace(job.config, device="cpu"))
                     if not can(layout, "batch_norm_sync"):
                         self._reasons[strategy] = _why_not_in_parts(runtime.model)
@@ -336,7 +338,8 @@ class _Runs:
         )
         task = str(Path(self._path).resolve())
         where = str(folder) if folder is not None else None
-        return RankJob(task, strategy, config, self._arguments, where, plain_sgd=optimizer == "sgd")
+        sgd = optimizer == "sgd"
+        return RankJob(task, strategy, config, self._arguments, where, plain_sgd=sgd, calls_hooks=False)
 
 
 def _why_not_in_parts(model: nn.Module) -> str | None:

@@ -39,6 +39,7 @@ class LocalBatch:
     micro_batches: list[MicroBatch]
     ends_epoch: bool
     wait_seconds: float = 0.0
+    place: Any = None  # after this batch, where a data set in shards is read on
 
     @property
     def num_global_samples(self) -> int:

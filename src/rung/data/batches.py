@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import sys
 import tempfile
@@ -12,14 +13,27 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from rung.data.batch_shard import BatchPartition, LocalBatch, MicroBatch, SampleRange, ranges_of
+from rung.data.orders import Order
 from rung.data.permutation import Permutation, mix
 from rung.data.sample_reader import SampleReader, StreamReader, check_stream
+from rung.data.shard_windows import Exchange, ShardWindows, StreamPlace
+from rung.data.shards import ReadSamples, ShardReader, Shards
 from rung.data.worker_choice import WorkerChoice
 from rung.errors import DataError
 from rung.system.processes import die_with_parent, leave_requests_to_parent, name_process, own_temporary_folder
+
+_DIGESTED = 10_000  # samples that tell one order from another
 
 
 class Batches:
@@ -27,7 +41,7 @@ class Batches:
 
     Iterating gives `LocalBatch`es over as many epochs as `num_steps` and `num_epochs` allow. A map-style data set is
     read in shuffled order and each epoch holds every sample once; the last batch of an epoch is short. An iterable one
-    is read in its own order.
+    is read in its own order, or shard by shard in the order of `shards.py`, if it has shards.
     """
 
     def __init__(
@@ -37,9 +51,12 @@ class Batches:
         *,
         seed: int = 0,
         shuffle: bool | None = None,
+        order: Order | None = None,
         num_steps: int | None = None,
         num_epochs: int | None = None,
         start_step: int = 0,
+        start_place: StreamPlace | None = None,
+        exchange: Exchange | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         choice: WorkerChoice | None = None,
@@ -47,14 +64,16 @@ class Batches:
         reads: bool = True,
     ) -> None:
         """Without `reads` there are the windows but not their data, unless only reading tells how many there are. The
-        `choice` learns from the first windows how many processes read the others; an iterable data set has none."""
+        `choice` learns from the first windows how many processes read the others; an iterable data set has none. With
+        an `exchange` ranks read only their own shards; `start_place` is where such a data set is read on."""
         if isinstance(dataset, DataLoader):
             raise DataError(
                 "train_data() and eval_data() return a data set, and this is a DataLoader: Rung makes the batches, and "
                 "would make batches of its batches. Return its data set; the batch size is --batch-size, a collate_fn "
-                "the task's collate(samples), num_workers the setting workers."
+                f"the task's collate(samples), num_workers the setting workers.{_in_place_of(dataset)}"
             )
         self.cut = cut
+        self.order = order  # of a map-style data set
         self._reads = reads
         self._reader: SampleReader | None = None
         self.is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
@@ -67,8 +86,16 @@ class Batches:
         self._start_step = start_step
         self._num_epochs = num_epochs
         self._num_steps = num_steps
+        self._shards: Shards | None = None
         if self.is_stream:
-            check_stream(dataset, shuffle, num_workers, cut.num_ranks)
+            has_shards = Shards.are_in(dataset)
+            check_stream(dataset, shuffle, num_workers, cut.num_ranks, has_shards=has_shards)
+            if has_shards:
+                self._shards = Shards(dataset, cut.batch_size, seed, shuffle=shuffle is not False)
+                self._start_place = start_place
+                self._shard_windows = ShardWindows(
+                    self._shards, cut, self._collate, seed, self._load_shards, exchange, pin_memory=pin_memory
+                )
             if choice is not None:
                 choice.say("workers=auto: ranks read an iterable data set themselves; workers=N lets processes do it")
             self.num_samples: int | None = None
@@ -80,11 +107,28 @@ class Batches:
         self.num_samples = len(dataset)
         if self.num_samples == 0:
             raise DataError(f"the data set {type(dataset).__name__} is empty.")
-        self._order = Permutation(self.num_samples, seed, shuffle=shuffle is not False)
+        self.order = order or Permutation(self.num_samples, seed, shuffle=shuffle is not False)
 
     @property
     def dataset(self) -> Any:
         return self._dataset
+
+    @property
+    def num_shards(self) -> tuple[int, int] | None:
+        """Of a data set in shards: how many it has, and how many of them this rank reads in an epoch."""
+        if self._shards is None:
+            return None
+        lanes = self._shard_windows.lanes_read
+        return self._shards.num_shards, sum(len(self._shards.of_lane(0, lane)) for lane in lanes)
+
+    @property
+    def order_digest(self) -> str | None:
+        """Tells orders other than a plain permutation from each other, by their first samples: whether a task that is
+        resumed still draws by the same weights, lengths or shares."""
+        if self.order is None or isinstance(self.order, Permutation):
+            return None
+        first = self.order.samples(0, 0, min(self.order.num_samples, _DIGESTED))
+        return hashlib.sha256(repr(first).encode()).hexdigest()[:16]
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -100,6 +144,8 @@ class Batches:
         return min(limits) if limits else None
 
     def __iter__(self) -> Iterator[LocalBatch]:
+        if self._shards is not None:
+            return self._windows_of_shards()
         return self._stream_windows() if self.is_stream else self._map_windows()
 
     def window(self, step: int) -> LocalBatch:
@@ -111,15 +157,20 @@ class Batches:
                 "the other; here windows are asked for by number. Give it __len__ and __getitem__, or use ps."
             )
         if self._reader is None:
-            self._reader = SampleReader(self._dataset, self._order, self._collate, self._seed)
+            assert self.order is not None
+            self._reader = SampleReader(self._dataset, self.order, self._collate, self._seed)
         started = time.perf_counter()
         pieces = ranges_of(step - 1, self.cut, per_epoch, self.num_samples or 0)
         micro_batches = [self._reader[piece] for piece in pieces]
         epoch, within = divmod(step - 1, per_epoch)
         return LocalBatch(step, epoch, micro_batches, within == per_epoch - 1, time.perf_counter() - started)
 
-    def _loader(self, dataset: Any, sampler: Iterable[Any] | None) -> Iterator[Any]:
-        if not self._num_workers and not self._pin_memory:  # torch's loader would only add its own time
+    def _loader(
+        self, dataset: Any, sampler: Iterable[Any] | None, *, num_workers: int | None = None, pin_memory: bool = True
+    ) -> Iterator[Any]:
+        num_workers = self._num_workers if num_workers is None else num_workers
+        pin_memory = pin_memory and self._pin_memory
+        if not num_workers and not pin_memory:  # torch's loader would only add its own time
             return iter(dataset) if sampler is None else (dataset[piece] for piece in sampler)
         methods = multiprocessing.get_all_start_methods()
         generator = torch.Generator()
@@ -129,21 +180,22 @@ class Batches:
             batch_size=None,
             sampler=sampler,
             collate_fn=_as_is,
-            num_workers=self._num_workers,
+            num_workers=num_workers,
             worker_init_fn=_start_worker,
-            pin_memory=self._pin_memory,
+            pin_memory=pin_memory,
             generator=generator,
-            multiprocessing_context="fork" if self._num_workers and "fork" in methods else None,
+            multiprocessing_context="fork" if num_workers and "fork" in methods else None,
         )
-        folder = own_temporary_folder() if self._num_workers else None
+        folder = own_temporary_folder() if num_workers else None
         return iter(loader) if folder is None else _with_temporary_files_in(folder, iter(loader))
 
     def _map_windows(self) -> Iterator[LocalBatch]:
         total, per_epoch = self.total_steps, self.steps_per_epoch
         assert per_epoch is not None
         assert self.num_samples is not None
+        assert self.order is not None
         step = self._start_step
-        reader = SampleReader(self._dataset, self._order, self._collate, self._seed)
+        reader = SampleReader(self._dataset, self.order, self._collate, self._seed)
         if self._reads:
             loader = self._loader(reader, _PieceStream(self, step, total))
         else:
@@ -161,6 +213,34 @@ class Batches:
                 self._num_workers = self._choice.num_workers
                 loader = self._loader(reader, _PieceStream(self, step, total))
             yield LocalBatch(step, epoch, micro_batches, ends_epoch=within == per_epoch - 1, wait_seconds=waited)
+
+    def _windows_of_shards(self) -> Iterator[LocalBatch]:
+        is_known = self._start_place is not None
+        step, place = (self._start_step, self._start_place) if is_known else (0, StreamPlace())
+        assert place is not None
+        while self._num_epochs is None or place.epoch < self._num_epochs:
+            epoch, windows = place.epoch, self._shard_windows.epoch(place)
+            place = StreamPlace(epoch + 1)
+            following = next(windows, None)
+            while following is not None:
+                micro_batches, after, waited = following
+                is_end = self._num_steps is not None and step + 1 >= self._num_steps
+                following = next(windows, None)
+                step += 1
+                if step > self._start_step:
+                    after = after if following is not None else place
+                    yield LocalBatch(step, epoch, micro_batches, following is None, waited, after)
+                if is_end:
+                    return
+
+    def _load_shards(self, reader: ShardReader) -> Iterator[ReadSamples]:
+        """Loader processes share out the lanes of this rank, and each gives its part of every batch in turn."""
+        num_workers = min(self._num_workers, reader.num_lanes)
+        items = self._loader(reader, None, num_workers=num_workers, pin_memory=False)
+        while True:
+            parts = [next(items) for _ in range(max(1, num_workers))]
+            samples = {slot: sample for part in parts for slot, sample in part.samples.items()}
+            yield ReadSamples(samples, {lane: place for part in parts for lane, place in part.places.items()})
 
     def _stream_windows(self) -> Iterator[LocalBatch]:
         step, epoch = 0, 0
@@ -221,6 +301,18 @@ def _with_temporary_files_in(folder: str, loader: Iterator[Any]) -> Iterator[Any
         finally:
             tempfile.tempdir = before
         yield item
+
+
+def _in_place_of(loader: DataLoader[Any]) -> str:
+    """What a task has instead of the sampler of a loader."""
+    if isinstance(loader.sampler, WeightedRandomSampler):
+        return " In place of its WeightedRandomSampler define sample_weights(data)."
+    is_own = type(loader.sampler) not in (RandomSampler, SequentialSampler) or type(loader.batch_sampler) not in (
+        BatchSampler,
+        type(None),
+    )
+    own = " In place of its sampler define sample_weights(data), or sample_lengths(data) for batches by length."
+    return own if is_own and not isinstance(loader.dataset, IterableDataset) else ""
 
 
 def _as_is(item: Any) -> Any:

@@ -37,6 +37,12 @@ def _finalise_array(x: UInts) -> UInts:
     return x ^ (x >> np.uint64(31))
 
 
+def uniform(key: int, start: int, stop: int) -> NDArray[np.float64]:
+    """A number in [0, 1) for each of the positions start..stop."""
+    positions = np.arange(start, stop, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    return (_finalise_array(positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 class Permutation:
     """The sample at each position of each epoch."""
 

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from rung.data.batch_shard import BatchPartition, MicroBatch, SampleRange
-from rung.data.permutation import Permutation, mix
+from rung.data.orders import Order
+from rung.data.permutation import mix
 from rung.data.rng import GeneratorMarks, keeping_generators, restore_generators, save_generators, seed_generators
 from rung.errors import DataError
 
@@ -37,7 +38,7 @@ def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> A
         return (collate or default_collate)(samples)
 
 
-class _Collator:
+class Collator:
     """The task's `collate`. Random numbers that it draws depend on the place of the samples alone, not on what was read
     before; they are those of a whole rank's samples, so other numbers of ranks give others."""
 
@@ -91,10 +92,10 @@ class _Rows:
 class SampleReader:
     """Reads and collates the samples of a range, each with its own random seed."""
 
-    def __init__(self, dataset: Any, order: Permutation, collate: Callable[[list[Any]], Any], seed: int) -> None:
+    def __init__(self, dataset: Any, order: Order, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self._dataset = dataset
         self._order = order
-        self._collate = _Collator(collate)
+        self._collate = Collator(collate)
         self._seed = seed
         self._draws_random_numbers = False
         self._rows = _Rows.of(dataset) if collate is default_collate else None
@@ -156,7 +157,7 @@ class StreamReader(IterableDataset[MicroBatch]):
     ) -> None:
         self._dataset = dataset
         self._cut = cut
-        self._collate = _Collator(collate)
+        self._collate = Collator(collate)
         self._seed = mix(seed, epoch)
         self._epoch = epoch
 
@@ -192,15 +193,15 @@ class StreamReader(IterableDataset[MicroBatch]):
                 return
 
 
-def check_stream(dataset: Any, shuffle: bool | None, num_workers: int, num_ranks: int) -> None:
+def check_stream(dataset: Any, shuffle: bool | None, num_workers: int, num_ranks: int, *, has_shards: bool) -> None:
     kind = type(dataset).__name__
-    if shuffle:
+    if shuffle and not has_shards:
         raise DataError(
             f"the data set {kind} is iterable and has only its own order. "
-            "Leave shuffle out, or define __len__ and __getitem__."
+            "Leave shuffle out, or define __len__ and __getitem__, or num_shards and shard(num_shards, index)."
         )
     names = _names_used(type(dataset).__iter__) if hasattr(type(dataset), "__iter__") else set()
-    if num_workers > 1 and "get_worker_info" in names:
+    if num_workers > 1 and "get_worker_info" in names and not has_shards:
         raise DataError(
             f"the data set {kind} splits itself among loader processes (it calls get_worker_info), and Rung would "
             "split it again. Use workers=1 or workers=0, or remove the split from its __iter__."

@@ -125,8 +125,8 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """torch's fake tensors, and an operation whose fake form refuses what its kernels compute.
 
     While it `learns_indices`, integers and truth values have values: models decide by them, for instance whether a mask
-    hides anything. Neither this nor `pretends_draws` while a model is cut: what is computed then must hold for other
-    values, too.
+    hides anything, or which rows an expert gets; these are taken to choose evenly. Neither this nor `pretends_draws`
+    while a model is cut: what is computed then must hold for other values, too.
     """
 
     pretends_values = False
@@ -161,9 +161,20 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             with self:
                 return _grouped_product(*args, **(kwargs or {}))
-        found = super().__torch_dispatch__(func, types, args, kwargs or {})
+        try:
+            found = super().__torch_dispatch__(func, types, args, kwargs or {})
+        except NEEDS_VALUES:
+            if not self.learns_indices:
+                raise
+            with self:
+                found = indices.result_of(func, args, kwargs or {}, self.from_tensor)
+            if found is NotImplemented:
+                raise
+            return found
         if self.learns_indices or indices.has_any:
             indices.follow(func, args, kwargs or {}, found, learns=self.learns_indices)
+        if self.learns_indices:
+            indices.choose_evenly(func, args, found)
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,6 +74,45 @@ class KnownIndices:
             computed = argument_tensors(func(*real[0], **real[1]))
         for leaf, value in zip(outputs, computed, strict=True):
             self.learn(leaf, value)
+
+    def choose_evenly(self, func: Any, args: Any, output: Any) -> None:
+        """Take the choices of rows, as those of a mixture of experts, to be even: row r of k choices among n takes
+        k * r, k * r + 1, ... modulo n. Their values are not known in a dry run."""
+        if func is torch.ops.aten.topk.default:
+            chosen = output[1]
+            dim = args[2] if len(args) > 2 else -1
+        elif func is torch.ops.aten.argmax.default and len(args) > 1 and args[1] is not None:
+            chosen, dim = output, args[1]
+        else:
+            return
+        among = args[0].shape[dim]
+        if self.get(chosen) is None and dim in (-1, args[0].dim() - 1) and chosen.numel() <= _MOST_KNOWN:
+            with no_dispatch():
+                self.learn(chosen, (torch.arange(chosen.numel()) % among).view(chosen.shape))
+
+    def result_of(self, func: Any, args: Any, kwargs: Any, from_tensor: Callable[[torch.Tensor], Any]) -> Any:
+        """The result of an operation whose shape depends on values, if these are known; else NotImplemented."""
+        if func is torch.ops.aten.index.Tensor:
+            places = [self._places(index, from_tensor) for index in args[1]]
+            if all(place is not None for place in places):
+                return func(args[0], [one for place in places for one in place or ()])
+        if any(self.get(leaf) is None for leaf in argument_tensors((args, kwargs))):
+            return NotImplemented
+        real: Any = tree_map_only(torch.Tensor, self.get, (args, kwargs))
+        with no_dispatch():
+            found = func(*real[0], **real[1])
+        return tree_map_only(torch.Tensor, from_tensor, found)
+
+    def _places(self, index: Any, from_tensor: Callable[[torch.Tensor], Any]) -> list[Any] | None:
+        """The indices that select what a known mask does; those of another index are itself."""
+        if index is None or index.dtype != torch.bool:
+            return [index]
+        known = self.get(index)
+        if known is None:
+            return None
+        with no_dispatch():
+            places = known.nonzero(as_tuple=True)
+        return [from_tensor(place) for place in places]
 
     def _forget(self, fake: torch.Tensor) -> None:
         """Also of the tensors that share its storage."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rung.spec.task import HOOKS
 from rung.system.untrusted import read_regular
 
 PHASES = (
@@ -31,6 +32,7 @@ PHASES = (
     "finished",
     "stopped",  # exited cleanly with its state saved; the job is not finished
     "spare",  # not part of this world; waits until another needs it
+    *HOOKS,  # in the task's own code
 )
 REQUESTS = ("", "stop", "hang up")  # hang up: close all connections, which ends waits for other ranks
 _SLOT = struct.Struct("<qiid")  # step, phase, pid, when

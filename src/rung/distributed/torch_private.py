@@ -21,6 +21,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 # Intercepts every operation below autograd. torch documents it under this name.
@@ -172,6 +173,12 @@ def make_wrapper(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, devic
     return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
 
 
+def shard_of(parameter: DTensor) -> Tensor:
+    """The tensor object in which a rank has its shard, on which FSDP looks for functions. Of a parameter, `to_local`
+    gives another object."""
+    return parameter._local_tensor
+
+
 def without_torch_function() -> AbstractContextManager[None]:
     """A context in which `__torch_function__` of subclasses is not asked. The default implementation, which is public,
     also turns every result into the subclass."""
@@ -203,3 +210,10 @@ def write_memory_history(path: str) -> None:
     dump: Any = torch.cuda.memory._dump_snapshot
     dump(path)
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def compile_seconds() -> float:
+    """What torch.compile has taken in this process so far. Its public reports are texts."""
+    from torch._dynamo.utils import calculate_time_spent  # takes a second to import, which compiled code has done
+
+    return calculate_time_spent()["total_wall_time"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -29,8 +30,8 @@ from rung.distributed.store import job_store
 from rung.distributed.tensors import Tensors
 from rung.distributed.torch_private import flatten
 from rung.errors import EnvironmentProblem, StrategyError
-from rung.spec.abilities import can, why_not
-from rung.spec.strategy import Layout
+from rung.spec.abilities import can, optional_ranks, why_not
+from rung.spec.strategy import Layout, expert_axes
 from rung.system.launcher_env import (
     environment_local_rank,
     environment_local_size,
@@ -50,7 +51,7 @@ class RankRole:
 
     data_rank: int  # which share of the batch it reads, of `layout.num_data_ranks`
     stage: int  # its place in the pipeline
-    counts_loss: bool  # all tensor ranks have the loss of their share, and one of them, on the last stage, counts it
+    counts_loss: bool  # ranks that share samples have the same loss, and one of them, on the last stage, counts it
     is_server: bool  # keeps parameters for others and computes no loss
 
 
@@ -73,6 +74,8 @@ class World:
     fake_mode: InitVar[Any] = None
     tensors: Tensors = field(init=False, repr=False)
     role: RankRole = field(init=False)
+    samples_mesh: DeviceMesh | None = None  # of who reads what, where ranks of the data axes share samples
+    experts_mesh: DeviceMesh | None = None  # of who holds which experts, where ranks of the data axes share them out
     _data_mesh: DeviceMesh | None = field(default=None, repr=False)
     _calls: Calls | None = field(default=None, repr=False)
 
@@ -109,17 +112,26 @@ class World:
         return self._calls
 
     def axis(self, *names: str) -> DeviceMesh:
-        """The sub-mesh of some axes. Made outside fake tensors, because a mesh holds a real one."""
-        assert self.mesh is not None, "a layout without communication has no mesh"
+        """The sub-mesh of some axes; `cp` are ranks that share samples, `samples` those that do not; `ep` ones that
+        share out experts. Made outside fake tensors, because a mesh holds a real one."""
+        mesh = self.samples_mesh if {"cp", "samples"} & set(names) else self.mesh
+        if {"ep", "expert_replicate", "expert_shard"} & set(names):
+            mesh = self.experts_mesh
+        assert mesh is not None, "this layout has no such axis"
         with self._outside_fakes():
-            return self.mesh[names if len(names) > 1 else names[0]]
+            return mesh[names if len(names) > 1 else names[0]]
 
     def _outside_fakes(self) -> AbstractContextManager[Any]:
         return fake_world.outside_fakes() if self.is_dry_run else nullcontext()
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that read different samples of one batch, and hold the same part of the model."""
+        """The ranks that read different samples of one batch, and hold the same part of the model and of sequences."""
+        return self.axis("samples").get_group() if self.samples_mesh is not None else self.gradient_group
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """The ranks that compute gradients of the same part of the model, which are averaged."""
         if self.trainers is not None:
             return self.trainers
         if not self.layout.is_composed:
@@ -133,11 +145,6 @@ class World:
             with self._outside_fakes():
                 self._data_mesh = flatten(self.axis("dp_replicate", "dp_shard"), "dp")
         return self._data_mesh.get_group()
-
-    @property
-    def data_source(self) -> int:
-        """The global rank of the first among `data_group`."""
-        return dist.get_global_rank(self.data_group, 0)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The values of every rank, on every rank. They travel through host memory."""
@@ -163,7 +170,7 @@ class World:
     def close(self) -> None:
         if self._calls is not None:
             # Under ps-async trainers may be gone already; the others have agreed to end.
-            self._calls.abandon() if self.layout.optional_ranks else self._calls.close()
+            self._calls.abandon() if optional_ranks(self.layout) else self._calls.close()
         if dist.is_initialized():
             # A worker of gloo lets go of a collective's tensors after the call has returned, for which it needs
             # Python's lock. If the interpreter ends first, the worker aborts the process.
@@ -214,6 +221,8 @@ def open_world(
         world = World(layout, rank, size, local_rank, where, name, None, timeout=timeout)
         if layout.kind == "mesh":
             world.mesh = _make_mesh(layout, where)
+            world.samples_mesh = _make_samples_mesh(layout, where)
+            world.experts_mesh = _make_experts_mesh(layout, where)
         elif layout.servers and layout.kind != "ps-async":
             world.trainers = dist.new_group(list(range(layout.servers, size)), timeout=timeout)
         if can(layout, "rpc"):
@@ -255,20 +264,26 @@ def open_fake_world(layout: Layout, *, rank: int = 0, device: str = "cpu", fake:
     if reason is not None:
         raise StrategyError(reason)
     where = torch.device(device, 0) if device == "cuda" and not fake else torch.device("cpu")
-    mesh = None
+    mesh = samples_mesh = experts_mesh = None
     if layout.is_distributed:
         fake_world.open_fake_group(rank, layout.num_ranks)
         mesh = _make_mesh(layout, where)
+        samples_mesh = _make_samples_mesh(layout, where)
+        experts_mesh = _make_experts_mesh(layout, where)
     mode = fake_world.new_fake_mode() if fake else None
     world = World(
         layout, rank, layout.num_ranks, 0, where, "fake", mesh, device_type=device, is_dry_run=True, fake_mode=mode
     )
+    world.samples_mesh, world.experts_mesh = samples_mesh, experts_mesh
     try:
         with (
+            warnings.catch_warnings(),
             fake_world.real_meshes() if fake else nullcontext(),
             fake_world.chunks_on_demand() if fake else nullcontext(),
             like_cuda() if fake and device == "cuda" else nullcontext(),
         ):
+            # Linear layers return views of fake tensors, and no code outside writes into them.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
             yield world
     finally:
         world.close()
@@ -276,4 +291,19 @@ def open_fake_world(layout: Layout, *, rank: int = 0, device: str = "cpu", fake:
 
 def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     axes = {name: size for name, size in layout.axes.items() if size > 1 or name.startswith("dp_")}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _make_samples_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    """The same ranks in the same order, with the data axes divided by who reads the same samples."""
+    if layout.cp == 1:
+        return None
+    sizes = (layout.pp, layout.num_data_ranks, layout.cp, layout.tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "samples", "cp", "tp"))
+
+
+def _make_experts_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    if layout.ep == 1:
+        return None
+    axes = expert_axes(layout)
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -34,6 +34,7 @@ from rung.launch.signals import Signals, StopRequested
 from rung.launch.worker_monitor import Outcome, WorkerMonitor
 from rung.launch.worker_processes import LEAVE_SECONDS, WorkerProcesses, run_rank
 from rung.launch.worker_spec import WorkerSpec
+from rung.spec.abilities import optional_ranks
 from rung.spec.strategy import parse
 from rung.train.job import RankJob
 
@@ -223,7 +224,7 @@ class RankAgent:
         if self._signals.asked is not None:
             board.request("stop")
         layout = parse(round_.strategy, round_.used, servers=self._job.config.servers) if round_.used else None
-        self._ranks = WorkerProcesses(board, layout.optional_ranks if layout is not None else ())
+        self._ranks = WorkerProcesses(board, optional_ranks(layout) if layout is not None else ())
         self._view.follow(board, round_.ranks)
         local_used = len([rank for rank in round_.ranks if rank < round_.used])
         spec = WorkerSpec(

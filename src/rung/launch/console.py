@@ -179,6 +179,8 @@ class JobConsole:
             recent = float(row["samples_per_second"]), float(row["step_seconds"])
             self.last_step = {**row, "step": int(row["step"]), "epoch": int(row["epoch"]), "loss": row["loss"]}
             self._recent.append(recent)
+            if row.get("compile_seconds"):
+                self.say(f"  compiled for {_number(row['compile_seconds'])} s in step {row['step']}, not counted in it")
             self._first = self._first or (time.monotonic(), self.last_step["step"])
         elif row["event"] == "eval":
             self.last_evaluation = row

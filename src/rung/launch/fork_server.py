@@ -15,7 +15,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-from rung.system.processes import die_with_parent, raise_file_limit
+from rung.system.processes import die_with_parent, importing, raise_file_limit
 
 # Imports of every rank. The constructor of any optimizer imports dynamo, which takes a second.
 _PRELOADED = [
@@ -43,20 +43,20 @@ def start_fork_server(modules: Sequence[str] = _PRELOADED) -> None:
     _shorten_temporary_folder()
     # On some processors oneDNN writes /tmp/perf-PID.map for a profiler, and leaves a file for each rank.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
-    # The exit handler must be imported last: atexit calls the handler that was registered last first.
-    multiprocessing.set_forkserver_preload([*modules, "rung.launch.fork_server_exit"])
+    multiprocessing.set_forkserver_preload([*modules, "rung.launch.fork_server_ready"])
     forks = "torch" not in sys.modules and sys.platform == "linux"
-    if forks:
-        import torch  # noqa: F401  (for the server)
-    # The tracker starts first, because starting it unblocks the signals again.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
-    try:
-        resource_tracker.ensure_running()
+    with importing():  # a forked server goes on without garbage collection until it is ready
+        if forks:
+            import torch  # noqa: F401  (for the server)
+        # The tracker starts first, because starting it unblocks the signals again.
         signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
-        with _forked() if forks else contextlib.nullcontext():
-            forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
+        try:
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+            with _forked() if forks else contextlib.nullcontext():
+                forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
     atexit.register(stop_fork_server)
 
 

@@ -17,6 +17,7 @@ from rung.errors import JobFailed
 from rung.launch.console import JobConsole
 from rung.launch.rendezvous.elastic import ElasticPolicy, announce, retire
 from rung.launch.signals import Interrupted, Signals
+from rung.launch.stored_run import FolderMirror, send_result
 from rung.system.launcher_env import ignored_interfaces
 from rung.system.processes import num_cores, refuse_few_files
 from rung.train.job import RankJob
@@ -68,8 +69,11 @@ def launch(
     outcome: Outcome
     if (ignored := ignored_interfaces(rendezvous.interface)) is not None:
         view.say(ignored)
+    mirror = FolderMirror(folder, job.store, patience=job.config.store_timeout) if job.store is not None else None
     with view, Signals(polite=policy.is_polite) as signals:
         try:
+            if mirror is not None:
+                mirror.start(view.say)
             agent = _make_agent(job, policy, rendezvous, signals, view, state)
             outcome = _run_agent(job, agent)
         except Interrupted as error:
@@ -78,6 +82,12 @@ def launch(
             signals.ignore()  # a further signal must not interrupt the clean-up, which kills the ranks
             ends = [agent.end] if agent is not None else []
             _clean_up([*ends, rendezvous.leave, lambda: retire(state)], view.say)
+            if mirror is not None:
+                mirror.stop()
+    if mirror is not None and job.store is not None and outcome.kind == "finished":
+        send_result(mirror, job.store, folder)
+    elif mirror is not None:
+        _clean_up([mirror.finish], view.say)
     summary = _read_summary(state)
     if not rendezvous.is_alone:  # the folder has this process's pid in its name, and would never be used again
         shutil.rmtree(state, ignore_errors=True)

@@ -16,12 +16,13 @@ from rung.launch.rendezvous.elastic import ElasticPolicy, elastic_policy
 from rung.launch.rendezvous.topology import apply_cluster_env
 from rung.launch.signals import leaving_at_once
 from rung.spec.abilities import can, runs_threads
-from rung.spec.compatibility import refuse_best_without_evaluation, validate_config
+from rung.spec.compatibility import refuse_best_without_evaluation, refuse_task, validate_config
 from rung.spec.config import Resolved, RunConfig, count_range, resolve
 from rung.spec.observability import refuse_missing_trackers, tracker_names
 from rung.spec.strategy import Layout, default_name, fit, parse, required_num_ranks
 from rung.spec.task import Task, load_task
 from rung.system.launcher_env import LauncherRank
+from rung.system.processes import importing
 
 # Functions here import modules that load torch themselves: after the task was found, and after the fork server has
 # started, which loads it at the same time.
@@ -81,8 +82,10 @@ def prepare(
 
 def _load_torch(*, is_launcher: bool) -> None:
     """Import what needs torch now, which takes seconds, while a signal still ends the process at once."""
-    for name in ["rung.launch.agent", "rung.launch.rendezvous.rendezvous"] if is_launcher else ["rung.launch.external"]:
-        importlib.import_module(name)
+    names = ["rung.launch.agent", "rung.launch.rendezvous.rendezvous"] if is_launcher else ["rung.launch.external"]
+    with importing():
+        for name in names:
+            importlib.import_module(name)
 
 
 def _place_ranks(resolved: Resolved, place: LauncherRank | None) -> tuple[Resolved, str, Layout, ElasticPolicy]:
@@ -101,6 +104,7 @@ def _refuse_settings(task: Task, resolved: Resolved, layout: Layout) -> None:
     if can(layout, "remote_modules"):
         task.remote_patterns()
     task.bind(resolved.arguments)
+    refuse_task(task, layout)
     refuse_best_without_evaluation(task, config)
 
 

@@ -10,10 +10,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
@@ -27,11 +27,15 @@ from rung.launch.prepare import PreparedJob, prepare
 from rung.launch.rendezvous.elastic import BEGINS, SETTINGS, Unconfirmed, running_launcher
 from rung.launch.rendezvous.topology import rank_of_command
 from rung.launch.signals import Interrupted, leaving_at_once
+from rung.launch.stored_run import FolderMirror, StoredRun, find_stored_run, refuse_local_part, send_result
+from rung.spec.abilities import describe_layout
 from rung.spec.config import read_toml
 from rung.spec.task import load_task
 from rung.spec.version import VERSION
 from rung.system.disk import check_folder, writing
 from rung.system.launcher_env import LauncherRank
+from rung.system.store import check_address, is_store, masked
+from rung.system.stored_weights import local_weights
 from rung.system.untrusted import printable
 from rung.train.job import RankJob
 from rung.train.records import Summary
@@ -48,6 +52,14 @@ _RESULTS = ("metrics.jsonl", _WEIGHTS, "average.safetensors", "tensorboard", "lo
 _MAX_FORMINGS = 3  # a stranger who restores an old job's values each time ends this one
 
 
+@dataclass(frozen=True)
+class TrainEnd:
+    """How the command ended, and the run's directory."""
+
+    exit_code: int
+    folder: Path
+
+
 def train(
     path: str | Path,
     *,
@@ -56,8 +68,8 @@ def train(
     assignments: Mapping[str, str],
     resume: str | bool | None = None,
     resume_if_there: bool = False,
-) -> int:
-    """Run the command and return its exit code.
+) -> TrainEnd:
+    """Run the command.
 
     `resume` names the run to continue; True takes the newest one. `resume_if_there` continues the run in --out if there
     is one, and begins it otherwise: a scheduler can then start the same command again and again.
@@ -70,11 +82,18 @@ def train(
         # Messages of torch's C++ code do not help a user here; those of the ranks go to their logs.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         console = Console(file=sys.stdout, markup=False) if place is None else _open_console(place)
+        stored = _find_stored(flags, assignments, file, place, resume=resume, resume_if_there=resume_if_there)
+        if stored is not None:  # all that follows happens in its local folder
+            flags = {**flags, "out": str(stored.folder)}
+            assignments = {key: value for key, value in assignments.items() if key != "out"}
+            resume = str(stored.folder) if resume is not None else None
         run = None
         if resume_if_there:
             run = old_run.run_if_there(load_task(path), resume, flags.get("out"))
         elif resume is not None:
             run = old_run.find_run(load_task(path), resume, flags.get("out"))
+        if stored is None:
+            refuse_local_part(run)
         plan = prepare(
             path,
             config_file=config_file,
@@ -84,10 +103,17 @@ def train(
             place=place,
             asks_cluster=True,
         )
+        if stored is None and is_store(plan.config.out):
+            raise ConfigError(f"out = {masked(plan.config.out)} is a place in a store. Name that with --out.")
+        if is_store(plan.config.init):
+            check_address(str(plan.config.init), "--init")
         if plan.environment_note:
             _say(console, plan.environment_note)
         if run is not None and _is_done(plan, run, console):
-            return 0
+            if stored is not None:  # an earlier end of it may not have reached the store
+                mirror = FolderMirror(stored.folder, stored.url, patience=plan.config.store_timeout)
+                send_result(mirror, stored.url, stored.folder)
+            return TrainEnd(0, run)
         # Checked before machines wait for each other; `writing` reports what fails later.
         check_folder(plan.config.out if plan.config.out is not None else run or "runs", "--out")
         from rung.launch.half_precision import half_precision_warning
@@ -96,11 +122,15 @@ def train(
         if warning:
             console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True, markup=False)
         if place is not None:
-            return _run_as_rank(path, plan, place, run)
+            _run_as_rank(path, plan, place, run)
         for attempt in range(1, _MAX_FORMINGS + 1):
             rendezvous, folder, is_new = _join_machines(plan, path, run, console, may_begin=resume_if_there)
+            if stored is not None:
+                stored.begin()
+            job = _job(path, plan, folder, is_resumed=not is_new, stored=stored)
             try:
-                return _run(path, plan, folder, rendezvous, console, is_resumed=not is_new)
+                code = _run(path, plan, job, folder, rendezvous, console)
+                return TrainEnd(code, folder)
             except Unconfirmed:
                 if attempt == _MAX_FORMINGS:
                     raise
@@ -119,13 +149,11 @@ def _open_console(place: LauncherRank) -> Console:
 def _run(
     path: str | Path,
     plan: PreparedJob,
+    job: RankJob,
     folder: Path,
     rendezvous: Rendezvous | None,
     console: Console,
-    *,
-    is_resumed: bool,
 ) -> int:
-    job = _job(path, plan, folder, is_resumed=is_resumed)
     started = time.monotonic()
     try:
         summary, _ = launch(job, plan.layout.num_ranks, console=console, policy=plan.policy, rendezvous=rendezvous)
@@ -133,7 +161,7 @@ def _run(
         _say(console, f"{error}; what was written lies in {folder}")
         return 128 + int(error.signal_number) if error.signal_number != signal.SIGINT else 130
     except Stopped as stopped:
-        _say(console, _stop_message(stopped, path, folder))
+        _say(console, _stop_message(stopped, path, job.store or folder))
         return RESUME_EXIT_CODE
     if summary is None:
         _say(console, f"done in {time.monotonic() - started:.1f} s; the results are on the machine of rank 0")
@@ -144,11 +172,13 @@ def _run(
             "perhaps with the whole directory, while the run came to its end."
         )
     _say_done(console, summary, folder, time.monotonic() - started)
+    if job.store is not None:
+        _say(console, f"all of it is in {job.store}/")
     return 0
 
 
-def _run_as_rank(path: str | Path, plan: PreparedJob, place: LauncherRank, run: Path | None) -> int:
-    """Train in this process, which is one rank of several."""
+def _run_as_rank(path: str | Path, plan: PreparedJob, place: LauncherRank, run: Path | None) -> NoReturn:
+    """Train in this process, which is one rank of several, and exit."""
     from rung.distributed.mpi.backend import leaving_on_error
     from rung.launch.external import ExternalJob, run_rank
 
@@ -187,10 +217,42 @@ def _agree_on_folder(
     return folder, is_new
 
 
-def _job(path: str | Path, plan: PreparedJob, folder: Path, *, is_resumed: bool) -> RankJob:
+def _find_stored(
+    flags: Mapping[str, Any],
+    assignments: Mapping[str, str],
+    file: Mapping[str, Any],
+    place: LauncherRank | None,
+    *,
+    resume: str | bool | None,
+    resume_if_there: bool,
+) -> StoredRun | None:
+    """The run in a store that the command names, if it names one."""
+    out = flags.get("out") or assignments.get("out") or file.get("out")
+    if not (is_store(resume) or (is_store(out) and not isinstance(resume, str))):
+        return None
+    address = str(resume) if is_store(resume) else str(out)
+    if place is not None:
+        raise ConfigError(
+            f"a run in a store needs Rung's own launcher, and {place.launcher} has started this process as a rank. "
+            "Start `rung train` once on each machine (--nnodes, --rdzv), or use a directory that the ranks share."
+        )
+    if is_store(resume) and out is not None and address.rstrip("/") != str(out).rstrip("/"):
+        raise ConfigError(
+            f"--resume {masked(resume)} and --out {masked(out)} are two places, but a run is resumed in its own. Leave "
+            "--out out."
+        )
+    if resume is not None:
+        return find_stored_run(address, "--resume", is_new=False)
+    return find_stored_run(address, "--out", is_new=None if resume_if_there else True)
 
-    arguments = plan.resolved.arguments
-    return RankJob(str(Path(path).resolve()), plan.strategy, plan.config, arguments, str(folder), resume=is_resumed)
+
+def _job(
+    path: str | Path, plan: PreparedJob, folder: Path, *, is_resumed: bool, stored: StoredRun | None = None
+) -> RankJob:
+    task, store, config = str(Path(path).resolve()), stored.url if stored is not None else None, plan.config
+    if is_store(config.init):  # fetched before ranks wait for it
+        config = replace(config, init=str(local_weights(str(config.init), "--init").resolve()))
+    return RankJob(task, plan.strategy, config, plan.resolved.arguments, str(folder), store=store, resume=is_resumed)
 
 
 def _say(console: Console, text: str) -> None:
@@ -210,7 +272,7 @@ def _say_done(console: Console, summary: Summary, folder: Path, seconds: float) 
     _say(console, f"results: {folder}/ ({', '.join(there)})")
 
 
-def _stop_message(stopped: Stopped, path: str | Path, folder: Path) -> str:
+def _stop_message(stopped: Stopped, path: str | Path, folder: str | Path) -> str:
     again = f"go on with: rung train {shlex.quote(str(path))} --resume {shlex.quote(str(folder))}"
     if stopped.is_saved and stopped.step:
         return f"stopped in step {stopped.step} after a checkpoint; {again}"
@@ -269,7 +331,7 @@ def _take_folder(plan: PreparedJob, folder: Path, agree: Callable[[str], str], *
     other = running_launcher(folder / ".state")
     if other is not None:
         raise ConfigError(f"{folder} is being run already, by process {other}. Stop it first, or wait for its end.")
-    heading = f"rung {VERSION}: {plan.task.name}, {plan.layout.describe()}"
+    heading = f"rung {VERSION}: {plan.task.name}, {describe_layout(plan.layout)}"
     with writing(folder, "--out"):
         old_run.claim(folder, agree, is_new=is_new)
         old_run.write_settings(plan.resolved, folder, heading)

@@ -1,14 +1,14 @@
 """Parallelize a module for the layout of a world. This module alone defines the order of transformations:
 
-pipeline stages -> float8 -> batch norm -> activation checkpointing -> compile -> loss in chunks -> for each unit:
-storage, tensor parallel, FSDP.
+pipeline stages -> float8 -> batch norm -> activation checkpointing -> compile -> positions of sequences -> loss in
+chunks -> for each unit: storage, tensor parallel, experts, FSDP.
 Units get their storage one at a time from `Weights.fill`, because the whole model may not fit on a device. The runtime
 applies DDP, which wraps the finished module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +16,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rung.distributed import fake_world
 from rung.distributed.torch_private import forward_hooks_of
 from rung.distributed.world import World
 from rung.errors import ModelError, StrategyError
 from rung.parallel.activation import apply_activation_checkpointing
+from rung.parallel.adapters import low_rank_layers, without_adapters
 from rung.parallel.batchnorm import SyncBatchNorm, batch_norms, synchronise_batch_norm
-from rung.parallel.blocks import BlockReuse, find_blocks
+from rung.parallel.blocks import BlockReuse, find_blocks, find_list_of_blocks, fold
+from rung.parallel.context.blocks import ContextParallel, plan_context
 from rung.parallel.dropout import NoDropout, turn_off_dropout, without_dropout
+from rung.parallel.experts.balance import WholeBatchBalance
+from rung.parallel.experts.dispatch import ExpertPlan, find_experts, plan_experts, share_out
+from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.float8 import compute_in_float8
+from rung.parallel.float8_gather import gather_in_float8
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.host_weights import HostWeights
 from rung.parallel.materialize import Weights, is_absent
@@ -32,7 +39,8 @@ from rung.parallel.pipeline.partition import Stages, crossing, cut, lies_in, par
 from rung.parallel.pipeline.stage_forward import StageExecutor, StagePart, places_of
 from rung.parallel.sharding import Sharding, choose_units, gathered_type, without_shared
 from rung.parallel.tensor.apply import apply_sequence_parallel, apply_tensor_plan
-from rung.parallel.tensor.plan import TensorPlan, make_plan
+from rung.parallel.tensor.experts import without_experts
+from rung.parallel.tensor.plan import TensorPlan, make_plan, plan_adapters
 from rung.parallel.tensor.survey import Survey
 from rung.spec.abilities import compiles_blocks
 from rung.spec.config import RunConfig
@@ -49,6 +57,8 @@ class ParallelModel:
     notes: list[str]
     roots: list[nn.Module]  # FSDP root modules: the model, or this rank's stages
     plan: TensorPlan | None = None
+    experts: ExpertPlan | None = None
+    balance: WholeBatchBalance | None = None
     stages: Stages | None = None
     parts: list[StagePart] = field(default_factory=list)
     forward_tracer: ForwardTracer | None = None
@@ -56,6 +66,7 @@ class ParallelModel:
     places: dict[str, int] = field(default_factory=dict)  # tensor -> the parameter server that holds it
     remote: dict[str, int] = field(default_factory=dict)  # module -> the server that runs it for trainers
     elsewhere: set[str] = field(default_factory=set)  # modules that other ranks run, of a pipeline's other stages
+    base: dict[str, str] = field(default_factory=dict)  # what is frozen beside adapters, with digests
     compiles_blocks: bool = False  # each by itself; else the runtime compiles the model with its loss
 
     @property
@@ -108,22 +119,37 @@ def parallelize(
     parallel = ParallelModel(model, notes, roots=[model])
     if blocks_on_host:
         parallel.host_weights = HostWeights(world.device)
-    if layout.is_composed:
+    if layout.is_composed or layout.cp > 1:
         parallel.forward_tracer = ForwardTracer(model, run, world.device, weights.mode)
         parallel.forward_tracer.parameter_dtype = gathered_type(world, config)
         parallel.forward_tracer.repeats = reuse.is_quick
         parallel.forward_tracer.is_part = parts_of(parallel.forward_tracer.meta_model, blocks)
+    experts: dict[str, ExpertCall | str] = {}
+    if layout.tp > 1 or layout.ep > 1:
+        assert parallel.forward_tracer is not None
+        experts = find_experts(parallel.forward_tracer, layout.ep if layout.ep > 1 else layout.tp, example)
     if layout.tp > 1:
-        parallel.plan = _plan_tensors(parallel, task, world, config, example, reuse)
+        parallel.plan = _plan_tensors(parallel, task, world, config, example, reuse, experts)
     if layout.pp > 1:
         parallel.stages = _split(parallel, weights, world, config, task, example)
+    context = _plan_context(parallel, world, config, blocks, example) if layout.cp > 1 else None
+    if layout.ep > 1:
+        parallel.experts = plan_experts(experts, model, world)
+        notes += parallel.experts.notes
 
     if config.precision == "fp8":
-        notes.append(compute_in_float8(model, world, config, blocks, parallel.plan.styles if parallel.plan else {}))
+        styles = parallel.plan.styles if parallel.plan else {}
+        notes.append(compute_in_float8(model, world, config, blocks, styles, low_rank_layers(model)))
     _apply_batch_norm(model, world, config, notes)
+
+    if layout.num_data_ranks > 1 and config.local_steps == 1:
+        _balance_over_ranks(parallel, world)
 
     if config.activation_checkpointing != "none":
         whole = _whole_blocks(parallel, blocks)
+        if context is not None and not config.compile:
+            for name, block in find_list_of_blocks(model, blocks):
+                context.recompute(name, block)
         if not config.dropout and not config.compile and layout.kind != "dp":  # dp wraps its replicas itself
             for block in whole:
                 block.forward = without_dropout(block.forward)
@@ -133,7 +159,7 @@ def parallelize(
     parallel.compiles_blocks = compiles_blocks(layout) or bool(heads)  # a loss in chunks is not compiled as a whole
     if config.compile and parallel.compiles_blocks:
         for block in without_heads(_whole_blocks(parallel, blocks), model, heads):
-            if layout.pp > 1:  # StageExecutor wraps `forward` later, and `block.compile` would compile its wrapper too
+            if layout.pp > 1 or context is not None:  # `forward` is wrapped later, and `compile` would take it all
                 block.forward = torch.compile(block.forward)
             else:
                 block.compile()
@@ -142,9 +168,15 @@ def parallelize(
         for block in _whole_blocks(parallel, blocks):
             reuse.wrap(block)
 
+    if context is not None:
+        is_recomputed = config.activation_checkpointing != "none" and not config.compile
+        for name, block in find_list_of_blocks(model, blocks):
+            context.apply(name, block, is_recomputed=is_recomputed)
+        context.watch(model)
+
     chunk_heads(model, heads, config, world)
     _make_units(parallel, weights, world, config, blocks)
-    parallel.notes += settle_heads(model, heads, config, world)
+    parallel.notes += settle_heads(model, heads, config, world, parallel.plan.styles if parallel.plan else {})
     return parallel
 
 
@@ -159,20 +191,57 @@ def _whole_blocks(parallel: ParallelModel, blocks: str | None) -> list[nn.Module
 
 
 def _plan_tensors(
-    parallel: ParallelModel, task: Task, world: World, config: RunConfig, example: Any, reuse: BlockReuse
+    parallel: ParallelModel,
+    task: Task,
+    world: World,
+    config: RunConfig,
+    example: Any,
+    reuse: BlockReuse,
+    experts: Mapping[str, ExpertCall | str],
 ) -> TensorPlan:
     tracer = parallel.forward_tracer
     assert tracer is not None
-    survey = Survey(
-        tracer.meta_model, world.layout.tp, tracer.run(example), world.device, tracer.mode, task.blocks, tracer.is_part
-    )
-    plan = make_plan(survey, task.tensor_parallel, sequence_parallel=config.sequence_parallel, reuse=reuse)
+    model, run = tracer.meta_model, tracer.run(example)
+    shared = {name: call for name, call in experts.items() if isinstance(call, ExpertCall)}
+    with without_adapters(model) as layers, without_experts(model, shared):
+        if layers and config.sequence_parallel:
+            raise StrategyError(
+                "--sequence-parallel cuts activations between layers along the sequence, which Rung does not do with "
+                f"adapters, as at {next(iter(layers))}. Leave it out."
+            )
+        survey = Survey(model, world.layout.tp, run, world.device, tracer.mode, task.blocks, tracer.is_part)
+        if world.layout.ep == 1:  # else ranks of another axis share them out
+            survey.experts = experts
+        plan = make_plan(survey, task.tensor_parallel, sequence_parallel=config.sequence_parallel, reuse=reuse)
+    plan = plan_adapters(plan, layers)
     origin = {"task": "the task's plan", "model": "the model's own plan"}.get(plan.source, "derived")
     parallel.notes.append(f"tensor parallel: {len(plan.styles)} modules sharded {world.layout.tp} ways ({origin})")
+    if plan.experts:
+        counts = " or ".join(map(str, sorted({call.num_experts for call in plan.experts.values()})))
+        parallel.notes.append(
+            f"tensor parallel: {counts} whole experts of a layer shared out: {', '.join(fold(plan.experts))}"
+        )
     if plan.whole:
         parallel.notes.append(f"tensor parallel: replicated on every rank: {', '.join(plan.whole)}")
     parallel.notes += plan.notes
     return plan
+
+
+def _plan_context(
+    parallel: ParallelModel, world: World, config: RunConfig, blocks: str | None, example: Any
+) -> ContextParallel:
+    tracer, stages = parallel.forward_tracer, parallel.stages
+    assert tracer is not None
+    if config.sequence_parallel:
+        raise StrategyError(
+            f"--sequence-parallel cuts activations along the sequence among tensor ranks, and {world.layout.name} has "
+            "cut it already. Leave it out."
+        )
+    plan = plan_context(
+        tracer, blocks, world, example, lambda name: stages.stages_of_module(name) if stages is not None else None
+    )
+    parallel.notes += plan.notes
+    return ContextParallel(plan, world, config.cp_form)
 
 
 def _split(
@@ -245,6 +314,13 @@ def _apply_batch_norm(model: nn.Module, world: World, config: RunConfig, notes: 
         notes.append("batch norm: statistics of each micro-batch, as one process would have with --micro-batch")
 
 
+def _balance_over_ranks(parallel: ParallelModel, world: World) -> None:
+    with fake_world.outside_fakes():
+        balance = WholeBatchBalance(world)
+    if balance.apply(parallel.model):
+        parallel.balance = balance
+
+
 def _make_units(parallel: ParallelModel, weights: Weights, world: World, config: RunConfig, blocks: str | None) -> None:
     """Materialize units, then apply tensor parallelism and FSDP. All ranks use one order, because `fill` broadcasts."""
     model, stages, layout = parallel.model, parallel.stages, world.layout
@@ -256,12 +332,25 @@ def _make_units(parallel: ParallelModel, weights: Weights, world: World, config:
         parts = set(stages.calls)
         units = [(name, unit) for name, unit in units if lies_in(name, parts)]
     units = without_shared(model, units, parallel.notes)
+    if parallel.experts is not None:  # which are units of their own
+        units = [(name, unit) for name, unit in units if not lies_in(name, set(parallel.experts.calls))]
 
     def prepare(name: str, module: nn.Module) -> None:
         weights.fill(module)
         if parallel.plan is not None and not any(is_absent(p) for p in module.parameters()):
             with world.tensors.mode():
                 apply_tensor_plan(module, name, parallel.plan, world.axis("tp"))
+        share_out_experts(name, module)
+
+    def share_out_experts(name: str, module: nn.Module) -> None:
+        if parallel.experts is None:
+            return
+        for experts, call in parallel.experts.within(name, module):
+            if not any(is_absent(p) for p in experts.parameters()):
+                assert sharding is not None
+                with world.tensors.mode():
+                    share_out(experts, call, world, parallel.experts.loads)
+                sharding.apply(experts, holds_experts=True)
 
     for name, unit in units:
         prepare(name, unit)
@@ -274,12 +363,15 @@ def _make_units(parallel: ParallelModel, weights: Weights, world: World, config:
         _apply_sequence_parallel(parallel, world)
     else:
         weights.fill(model)
+        share_out_experts("", model)
         _make_parts(parallel, world)
     if sharding is not None:
         for root in parallel.roots:
             sharding.apply(root, is_root=True)
         for part in parallel.parts:
             part.show_parameters()
+        if config.precision == "fp8" and (note := gather_in_float8(model, parallel.roots, world, config)) is not None:
+            parallel.notes.append(note)
         sharding.finish(parallel.roots, has_units=bool(units))
 
 

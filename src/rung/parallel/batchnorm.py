@@ -21,8 +21,22 @@ from rung.distributed.torch_private import BatchNorm
 from rung.errors import ModelError
 
 
+@torch.library.impl("aten::batch_norm_update_stats", "Meta")
+def _statistics_of_shape(x: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
+    """For tensors without data. torch has none, and computes with real zeros of the same size instead."""
+    mean = x.new_empty(x.shape[1], dtype=_type_of_statistics(x))
+    return mean, torch.empty_like(mean)
+
+
+def _type_of_statistics(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class _SyncStatistics(torch.autograd.Function):
-    """Normalise by the statistics of all ranks. Returns (output, mean, biased variance, count)."""
+    """Normalise by the statistics of all ranks. Returns (output, mean, biased variance, count).
+
+    torch's kernels do what passes over the whole input, and only the input is kept for backward.
+    """
 
     @staticmethod
     def forward(
@@ -35,47 +49,46 @@ class _SyncStatistics(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_channels = x.shape[1]
-        dims = [d for d in range(x.dim()) if d != 1]
-        values = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = values.new_full((1,), float(x.numel() // num_channels) if counted else 0.0)
-        variance, mean = torch.var_mean(values, dim=dims, correction=0)
+        # The running statistics do not change, by a momentum of 0, but say the type: otherwise it would be the input's.
+        unused = x.new_zeros(num_channels, dtype=_type_of_statistics(x))
+        mean, variance = torch.batch_norm_update_stats(x, unused, unused, 0.0)
+        count = mean.new_full((1,), float(x.numel() // num_channels) if counted else 0.0)
         # Mean, variance and count of a rank in one row, so that one collective is enough.
-        own = torch.cat([mean, variance, count])
-        rows = gather_flat(own, group)
-        means, variances, counts = rows[:, :num_channels], rows[:, num_channels:-1], rows[:, -1:]
+        rows = gather_flat(torch.cat([mean, variance, count]), group)
+        means, variances, counts = torch.split_with_sizes(rows, [num_channels, num_channels, 1], dim=1)
         total = counts.sum()
-        mean = (means * counts).sum(0) / total
-        variance = ((variances + (means - mean).square()) * counts).sum(0) / total
-        inverse = (variance + eps).rsqrt()
-        shape = [1, num_channels] + [1] * (x.dim() - 2)
-        normal = (values - mean.view(shape)) * inverse.view(shape)
-        output = normal if weight is None else normal * weight.view(shape)
-        output = output if bias is None else output + bias.view(shape)
-        ctx.save_for_backward(values, weight, mean, inverse, total)
-        ctx.group, ctx.counted, ctx.has_bias, ctx.input_dtype = group, counted, bias is not None, x.dtype
+        shares = counts / total
+        mean = (means * shares).sum(0)
+        variance = ((variances + (means - mean).square()) * shares).sum(0)
+        ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt(), total)
+        ctx.group, ctx.counted, ctx.bias_dtype = group, counted, bias.dtype if bias is not None else None
         ctx.mark_non_differentiable(mean, variance, total)
-        return output.to(x.dtype), mean, variance, total
+        weight, bias = (given if given is None else given.to(mean.dtype) for given in (weight, bias))
+        return F.batch_norm(x, mean, variance, weight, bias, eps=eps), mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        values, weight, mean, inverse, total = ctx.saved_tensors
-        dims = [d for d in range(values.dim()) if d != 1]
-        shape = [1, values.shape[1]] + [1] * (values.dim() - 2)
-        grad = grad_output.to(values.dtype)
-        normal = (values - mean.view(shape)) * inverse.view(shape)
-        own_sum, own_dot = grad.sum(dims), (grad * normal).sum(dims)
+        x, weight, mean, inverse, total = ctx.saved_tensors
+        shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
+        # Of torch's backward only the sums over this rank's samples, which need no weight: any vector stands for it.
+        own_dot, own_sum = torch.ops.aten.native_batch_norm_backward(
+            grad_output, x, inverse, None, None, mean, inverse, True, 0.0, [False, True, True]
+        )[1:]
         grad_weight = own_dot.to(weight.dtype) if weight is not None else None
-        grad_bias = own_sum.to(weight.dtype if weight is not None else values.dtype) if ctx.has_bias else None
-        sums = torch.cat([own_sum, own_dot])
-        if not ctx.counted:
-            sums = torch.zeros_like(sums)
+        grad_bias = own_sum.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
+        sums = torch.cat([own_sum, own_dot]) if ctx.counted else mean.new_zeros(2 * x.shape[1])
         dist.all_reduce(sums, group=ctx.group)
-        all_sum, all_dot = sums[: values.shape[1]] / total, sums[values.shape[1] :] / total
-        scale = inverse if weight is None else inverse * weight
-        if ctx.counted:  # only counted samples affect the statistics and get a gradient through them
-            grad = grad - all_sum.view(shape) - normal * all_dot.view(shape)
-        grad_input = grad * scale.view(shape)
-        return grad_input.to(ctx.input_dtype), grad_weight, grad_bias, None, None, None
+        scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+        if not ctx.counted:  # only counted samples affect the statistics and get a gradient through them
+            return (grad_output * scale.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None, None
+        shift, slope = sums.view(2, -1) * (scale / -total)
+        # (grad - mean of grad - normal * mean of grad * normal) * scale, in fp32 at least. Each step takes one vector,
+        # since the CPU's kernels are several times slower with two.
+        grad_input = x - mean.view(shape)
+        grad_input *= (slope * inverse).view(shape)
+        grad_input.addcmul_(grad_output, scale.view(shape))
+        grad_input += shift.view(shape)
+        return grad_input.to(x.dtype), grad_weight, grad_bias, None, None, None
 
 
 class SyncBatchNorm(BatchNorm):
@@ -98,7 +111,7 @@ class SyncBatchNorm(BatchNorm):
         if tracked and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:
-                momentum = 1.0 / self.num_batches_tracked.to(torch.promote_types(input.dtype, torch.float32))
+                momentum = 1.0 / self.num_batches_tracked.to(_type_of_statistics(input))
         return self.normalise(
             input, self.running_mean if tracked else None, self.running_var if tracked else None, momentum, self.eps
         )
@@ -118,9 +131,10 @@ class SyncBatchNorm(BatchNorm):
         if running_mean is not None and running_var is not None and momentum is not None:
             with torch.no_grad():
                 unbiased = variance * (total / (total - 1).clamp(min=1))  # the clamp avoids 1 / 0 for a single value
+                if isinstance(momentum, Tensor):
+                    momentum = momentum.to(running_mean.dtype)
                 for running, new in ((running_mean, mean), (running_var, unbiased)):
-                    share = torch.as_tensor(momentum, dtype=running.dtype, device=running.device)
-                    running.lerp_(new.to(running.dtype), share)
+                    running.lerp_(new.to(running.dtype), momentum)
         return output  # type: ignore[no-any-return]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,11 @@ def find_list_of_blocks(model: nn.Module, pattern: str | None = None) -> list[tu
         if len(children) >= 2 and len(kinds) == 1 and size > best_size:
             best, best_size = children, size
     return best
+
+
+def fold(names: Iterable[str]) -> list[str]:
+    """Distinct names, with block numbers replaced by `*`."""
+    return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rung.spec.strategy import Layout
+from rung.spec.strategy import Layout, expert_axes
 
 _AXES = ("dp_replicate", "dp_shard", "tp")
+_EXPERT_AXES = ("expert_replicate", "expert_shard", "tp")
+_OF_EXPERTS = {"ep"}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Named = list[tuple[str, Tensor]]  # parameters, or this rank's shards
@@ -22,11 +24,12 @@ def shared_parameters(named: Iterable[tuple[str, nn.Parameter]], layout: Layout)
     for name, parameter in named:
         cut: set[str] = set()
         if isinstance(parameter, DTensor):
-            axes = parameter.device_mesh.mesh_dim_names or ()
-            pairs = zip(axes, parameter.placements, strict=True)
+            names = parameter.device_mesh.mesh_dim_names or ()
+            pairs = zip(names, parameter.placements, strict=True)
             cut = {axis for axis, placement in pairs if not placement.is_replicate()}
-        for axis in _AXES:
-            if layout.axes[axis] > 1 and axis not in cut:
+        axes, among = (expert_axes(layout), _EXPERT_AXES) if cut & _OF_EXPERTS else (layout.axes, _AXES)
+        for axis in among:
+            if axes[axis] > 1 and axis not in cut:
                 found.setdefault(axis, []).append((name, own_part(parameter)))
     return found
 

@@ -1,22 +1,51 @@
-"""Loss and gradients of an output layer with a cross entropy, over chunks of rows."""
+"""Loss and gradients of an output layer with a cross entropy, over chunks of rows.
+
+Under tensor parallelism each rank has a `VocabularyPart` of the layer. The ranks of a group compute the same chunks,
+and exchange a few figures of each row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from rung.distributed.torch_private import version
+from rung.distributed.torch_private import assert_async, version
 from rung.errors import ModelError
+from rung.parallel.collectives import gather_parts
 from rung.parallel.softmax_kernel import add_product_, softmax_gradient_
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """This rank's classes of an output layer that a group has cut along them, as `torch.chunk` does."""
+
+    group: dist.ProcessGroup
+    num_classes: int  # of all ranks
+
+    @property
+    def most(self) -> int:
+        """Classes of the first ranks. Only the last may have fewer."""
+        return -(-self.num_classes // dist.get_world_size(self.group))
+
+    @property
+    def first(self) -> int:
+        return dist.get_rank(self.group) * self.most
+
+    def find(self, index: Tensor, num_own: int) -> tuple[Tensor, Tensor]:
+        """Where this rank has each class, and whether it has it."""
+        local = index - self.first
+        is_here = (local >= 0) & (local < num_own)
+        return torch.where(is_here, local, 0), is_here
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -30,12 +59,13 @@ def _loss_and_gradient(
     scale: Tensor,
     dtype: torch.dtype,
     *,
+    part: VocabularyPart | None,
     has_kernel: bool,
     weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the cross entropies of some rows, and its gradient times a scale (one, or one for each row).
+    """The cross entropies of some rows, and the gradient of their sum times a scale (one, or one for each row).
 
     As `F.cross_entropy` and its backward in `dtype`, with fewer passes over the logits, which may become the gradient.
     """
@@ -43,10 +73,13 @@ def _loss_and_gradient(
     index = torch.where(counted, target, 0).long()  # an ignored target may be no class at all
     share = counted.to(dtype) if weight is None else counted * weight[index].to(dtype)
     factor = share * scale
-    at_target = logits.gather(1, index.unsqueeze(1)).squeeze(1).to(dtype)
-    mean = logits.mean(1, dtype=dtype) if label_smoothing else None
+    if part is None:
+        at_target = logits.gather(1, index.unsqueeze(1)).squeeze(1).to(dtype)
+        mean = logits.mean(1, dtype=dtype) if label_smoothing else None
 
-    if has_kernel and dtype == torch.float32 and logits.dtype in (torch.float32, torch.bfloat16):
+    if part is not None:
+        log_sum, at_target, mean, gradient = _softmax_gradient_over_ranks(part, logits, index, factor, label_smoothing)
+    elif has_kernel and dtype == torch.float32 and logits.dtype in (torch.float32, torch.bfloat16):
         log_sum, gradient = softmax_gradient_(logits, index, factor, label_smoothing), logits
     else:
         log_sum, gradient = _softmax_gradient(logits, index, factor, label_smoothing)
@@ -54,7 +87,7 @@ def _loss_and_gradient(
     each = log_sum - at_target
     if mean is not None:
         each = (1 - label_smoothing) * each + label_smoothing * (log_sum - mean)
-    return torch.where(counted, each * share, 0).sum(), gradient
+    return torch.where(counted, each * share, 0), gradient
 
 
 def _softmax_gradient(logits: Tensor, index: Tensor, factor: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -70,6 +103,31 @@ def _softmax_gradient(logits: Tensor, index: Tensor, factor: Tensor, smoothing: 
     gradient = torch.empty_like(logits)
     torch.mul(probability, factor.unsqueeze(1), out=gradient)
     return log_sum, gradient
+
+
+def _softmax_gradient_over_ranks(
+    part: VocabularyPart, logits: Tensor, index: Tensor, factor: Tensor, smoothing: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The same of logits whose classes are shared out: with each row's logit at the target, and the mean of its logits
+    if it is needed. The gradient is of this rank's classes."""
+    largest = logits.amax(1).to(factor.dtype)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
+    local, is_here = part.find(index, logits.shape[1])
+    at_target = logits.gather(1, local.unsqueeze(1)).squeeze(1).to(factor.dtype)
+    figures = [torch.where(is_here, at_target, 0)]
+    if smoothing:
+        figures.append(logits.sum(1, dtype=factor.dtype))
+    powers = torch.sub(logits, largest.unsqueeze(1)).exp_()  # in the wider of both types
+    sums = torch.stack([powers.sum(1), *figures])
+    dist.all_reduce(sums, group=part.group)
+    powers /= sums[0].unsqueeze(1)
+    if smoothing:
+        powers -= smoothing / part.num_classes
+    hit = is_here.to(powers.dtype) * (smoothing - 1)
+    powers.scatter_add_(1, local.unsqueeze(1), hit.unsqueeze(1))
+    gradient = torch.empty_like(logits)
+    torch.mul(powers, factor.unsqueeze(1), out=gradient)
+    return largest + sums[0].log(), sums[1], sums[2] / part.num_classes if smoothing else None, gradient
 
 
 @dataclass(eq=False)
@@ -94,6 +152,7 @@ class HeadCall:
     bias: Tensor | None
     chunk: int  # rows
     has_kernel: bool
+    part: VocabularyPart | None = None  # if weight and bias are a rank's
     needs: tuple[bool, bool, bool] = (False, False, False)  # gradients of these three
     is_chunked: bool = False  # a loss was computed from it in chunks
     is_whole: bool = False  # its logits were computed
@@ -104,11 +163,16 @@ class HeadCall:
     _sources: list[tuple[Tensor, int]] = field(default_factory=list)
     _computed: list[tuple[ReferenceType[Tensor], int]] = field(default_factory=list)
 
+    @property
+    def num_classes(self) -> int:
+        return len(self.weight) if self.part is None else self.part.num_classes
+
     def logits(self, rows: Tensor | None) -> Tensor:
         """Those of some rows."""
         self.is_whole = True
         with _no_autocast(self.x.device):
-            return F.linear(self.x if rows is None else self.x[rows], self.weight, self.bias)
+            own = F.linear(self.x if rows is None else self.x[rows], self.weight, self.bias)
+        return own if self.part is None else gather_parts(own, 1, self.part.num_classes, self.part.group)
 
     def reads(self, tensors: Sequence[Tensor]) -> None:
         """Tensors that must not change before the logits are computed."""
@@ -133,6 +197,8 @@ class HeadCall:
 
     def sums(self, gradient: Tensor) -> HeadSums:
         """The gradients of the layer, from that of all its logits."""
+        if self.part is not None:
+            gradient = gradient[:, self.part.first :][:, : len(self.weight)]
         needs_x, needs_weight, needs_bias = self.needs
         return HeadSums(
             gradient @ self.weight if needs_x else None,
@@ -151,6 +217,13 @@ class LossRows:
     dtype: torch.dtype  # of the loss
     options: dict[str, Any]  # of `F.cross_entropy`
 
+    def check(self) -> None:
+        """A class that no rank has would be taken for one of another rank."""
+        if self.call.part is not None:
+            most, counted = self.call.num_classes, self.target != self.options["ignore_index"]
+            found = (~counted | ((self.target >= 0) & (self.target < most))).all()
+            assert_async(found, f"a target is not in [0, {most})")
+
     def num_units(self) -> Tensor:
         """What a mean is divided by: the rows that are not ignored, or the sum of the weights of their classes."""
         counted = self.target != self.options["ignore_index"]
@@ -161,18 +234,16 @@ class LossRows:
 
     def losses(self) -> Tensor:
         """Of each row."""
-        x = self._inputs()
-        found = [self._loss(self._logits(x, part), part, "none") for part in self._parts()]
-        return torch.cat(found) if found else self._loss(x.new_zeros(0, len(self.call.weight)), slice(0), "none")
+        return torch.cat([*self._losses(), torch.empty(0, dtype=self.dtype, device=self.target.device)])
 
     def total(self, scale: Tensor, *, needs_gradient: bool) -> tuple[Tensor, HeadSums | None]:
         """The sum of all losses, times the scale, and the gradients of the output layer."""
         losses = [torch.zeros((), dtype=self.dtype, device=self.target.device)]
         if needs_gradient:
-            sums = self._sums(lambda part: scale, losses.append)
+            sums = self._sums(lambda part: scale, lambda each: losses.append(each.sum()))
         else:
-            x, sums = self._inputs(), None
-            losses += [self._loss(self._logits(x, part), part, "sum") for part in self._parts()]
+            sums = None
+            losses += [each.sum() for each in self._losses()]
         return torch.stack(losses).sum() * scale, sums
 
     def sums(self, upstream: Tensor) -> HeadSums:
@@ -187,15 +258,16 @@ class LossRows:
         dw = torch.zeros_like(call.weight, dtype=wide) if needs_weight else None
         db = torch.zeros_like(call.weight[:, 0], dtype=wide) if needs_bias else None
         for part in self._parts():
-            loss, gradient = _loss_and_gradient(
+            each, gradient = _loss_and_gradient(
                 self._logits(x, part),
                 self.target[part],
                 upstream(part),
                 self.dtype,
+                part=call.part,
                 has_kernel=call.has_kernel,
                 **self.options,
             )
-            on_loss(loss)
+            on_loss(each)
             with _no_autocast(x.device):
                 if dx is not None:
                     torch.mm(gradient, call.weight, out=dx[part])
@@ -220,7 +292,14 @@ class LossRows:
         with _no_autocast(x.device):
             return F.linear(x[part], self.call.weight, self.call.bias)
 
-    def _loss(self, logits: Tensor, part: slice, reduction: str) -> Tensor:
-        target = self.target[part]
-        loss: Tensor = F.cross_entropy(logits.to(self.dtype), target, reduction=reduction, **self.options)
-        return loss
+    def _losses(self) -> Iterator[Tensor]:
+        """Of the rows of each chunk."""
+        call, x = self.call, self._inputs()
+        for part in self._parts():
+            logits, target = self._logits(x, part), self.target[part]
+            if call.part is None:
+                yield F.cross_entropy(logits.to(self.dtype), target, reduction="none", **self.options)
+            else:
+                none = torch.ones((), dtype=self.dtype, device=target.device)
+                options = {"part": call.part, "has_kernel": False, **self.options}
+                yield _loss_and_gradient(logits, target, none, self.dtype, **options)[0]

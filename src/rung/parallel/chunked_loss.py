@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from rung.data.pytree import map_tensors
 from rung.distributed.torch_private import make_wrapper, schema, without_torch_function
 from rung.errors import ModelError
-from rung.parallel.chunked_cross_entropy import HALF_TYPES, HeadCall, HeadSums, LossRows
+from rung.parallel.chunked_cross_entropy import HALF_TYPES, HeadCall, HeadSums, LossRows, VocabularyPart
 
 # Of a chunk. With fewer rows a GPU takes longer to add to the weight's gradient than it saves in memory.
 LEAST_BYTES, LEAST_ROWS_OF_KERNEL = 2**27, 4096  # bytes as if in fp32
@@ -38,15 +38,23 @@ class ChunkedLinear(nn.Linear):
     takes_few = False  # rows that fit into one chunk
 
     def forward(self, input: Tensor) -> Tensor:
+        is_cut = isinstance(input, DTensor) or isinstance(self.weight, DTensor)
+        found = None if is_cut else self.in_chunks(input, self.weight, self.bias)
+        return super().forward(input) if found is None else found
+
+    def in_chunks(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, part: VocabularyPart | None = None
+    ) -> Tensor | None:
+        """The result for this weight, or this rank's part of it, as a `HeadOutput`; None where logits are as good."""
         num_rows = input.numel() // max(1, self.in_features)
         least = LEAST_ROWS_OF_KERNEL if self.has_kernel else 1
-        chunk = self.rows_per_chunk or max(least, LEAST_BYTES // (4 * self.out_features))
-        is_cut = isinstance(input, DTensor) or isinstance(self.weight, DTensor)
-        is_mixed = input.dtype != self.weight.dtype and not _is_autocast(input.device)  # an error
+        num_classes = self.out_features if part is None else part.most
+        chunk = self.rows_per_chunk or max(least, LEAST_BYTES // (4 * num_classes))
+        is_mixed = input.dtype != weight.dtype and not _is_autocast(input.device)  # an error
         is_small = num_rows <= chunk and not self.takes_few
-        if not self.is_chunked or is_small or is_cut or is_mixed:
-            return super().forward(input)
-        return _OutputLayer.apply(input, self.weight, self.bias, chunk, self.has_kernel)  # type: ignore[no-any-return, no-untyped-call]
+        if not self.is_chunked or is_small or is_mixed:
+            return None
+        return _OutputLayer.apply(input, weight, bias, chunk, self.has_kernel, part)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _is_autocast(device: torch.device) -> bool:
@@ -69,17 +77,26 @@ class _OutputLayer(torch.autograd.Function):
     """The output layer: its gradient comes as the gradient of logits, or as sums that the loss has taken already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, has_kernel: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk: int,
+        has_kernel: bool,
+        part: VocabularyPart | None,
+    ) -> Tensor:
         is_cast = _is_autocast(x.device) and x.dtype != torch.float64
         dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
         ctx.shape, ctx.dtype = x.shape, x.dtype
         read = [t for t in (x, weight, bias) if t is not None and t.dtype == dtype]  # the others are copied
         x, weight = x.detach().to(dtype), weight.detach().to(dtype)
         bias = None if bias is None else bias.detach().to(dtype)
-        call = HeadCall(x.reshape(-1, x.shape[-1]), weight, bias, chunk, has_kernel, tuple(ctx.needs_input_grad[:3]))
+        rows, needs = x.reshape(-1, x.shape[-1]), tuple(ctx.needs_input_grad[:3])
+        call = HeadCall(rows, weight, bias, chunk, has_kernel, part, needs)
         call.reads(read)
         ctx.call = call
-        return HeadOutput(call, None, (*x.shape[:-1], weight.shape[0]), x.dim() - 1, x.dtype)
+        return HeadOutput(call, None, (*x.shape[:-1], call.num_classes), x.dim() - 1, x.dtype)
 
     @staticmethod
     @_without_graph
@@ -90,7 +107,7 @@ class _OutputLayer(torch.autograd.Function):
             whole = plain.reshape(-1, plain.shape[-1]).to(call.x.dtype)
             parts = [*parts, call.sums(whole)]
         dx, dw, db = (_total([getattr(part, name) for part in parts]) for name in ("x", "weight", "bias"))
-        return None if dx is None else dx.reshape(ctx.shape).to(ctx.dtype), dw, db, None, None
+        return None if dx is None else dx.reshape(ctx.shape).to(ctx.dtype), dw, db, None, None, None
 
 
 def _total(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -374,18 +391,24 @@ class _CrossEntropy(torch.autograd.Function):
         input.call.is_chunked = True
         ctx.facts = (input.shape, input.dtype, input.device)
         ctx.rows = LossRows(input.call, input.rows, target, dtype, options)
-        ctx.sums = None
+        ctx.rows.check()
+        ctx.sums = ctx.scale = None
         if reduction == "none":
             return ctx.rows.losses()  # type: ignore[no-any-return]
-        scale = torch.ones((), dtype=dtype, device=input.device)
+        ctx.scale = torch.ones((), dtype=dtype, device=input.device)
         if reduction == "mean":
-            scale = scale / ctx.rows.num_units()
-        loss, ctx.sums = ctx.rows.total(scale, needs_gradient=ctx.needs_input_grad[0])
+            ctx.scale = ctx.scale / ctx.rows.num_units()
+        # Gradients in fp16 must be scaled before they are rounded, and the scale comes with backward.
+        is_early = ctx.needs_input_grad[0] and input.call.x.dtype != torch.float16
+        loss, ctx.sums = ctx.rows.total(ctx.scale, needs_gradient=is_early)
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
     @_without_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        by_rows = ctx.sums is None  # of each row its own gradient, which is only now known
-        sums = ctx.rows.sums(gradient.reshape(-1)) if by_rows else ctx.sums.times(gradient)
+        if ctx.sums is not None:
+            sums = ctx.sums.times(gradient)
+        else:  # of each row its own gradient, which is only now known
+            each = gradient.reshape(-1) if ctx.scale is None else (gradient * ctx.scale).expand(len(ctx.rows.target))
+            sums = ctx.rows.sums(each)
         return HeadGradient([sums], None, *ctx.facts), None, None, None

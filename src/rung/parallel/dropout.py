@@ -12,6 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from rung.distributed.torch_private import Dropout
 
+# Before anything stands in its place (`rung.parallel.context.attention`).
+SCALED_DOT_PRODUCT_ATTENTION = nn.functional.scaled_dot_product_attention
+
 
 class NoDropout(TorchFunctionMode):
     """Makes every dropout call the identity. `found` is whether an active one was called."""
@@ -32,7 +35,7 @@ class NoDropout(TorchFunctionMode):
             is_on = kwargs.get("training", args[2] if len(args) > 2 else True)
             self.found = self.found or bool(is_on and p > 0)
             return args[0] if args else kwargs["input"]
-        if func is nn.functional.scaled_dot_product_attention:
+        if func is SCALED_DOT_PRODUCT_ATTENTION:
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
             else:

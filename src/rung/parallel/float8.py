@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from rung.distributed.torch_private import scaled_mm
+from rung.distributed.torch_private import make_wrapper, scaled_mm, without_torch_function
 from rung.distributed.world import World
 from rung.errors import EnvironmentProblem, ModelError
 from rung.parallel.blocks import find_list_of_blocks
 from rung.spec.config import RunConfig
 
 _MULTIPLE = 16  # the kernels take factors whose sizes are multiples of this
+FACTOR = torch.float8_e4m3fn  # the type of both factors in forward
 FIRST_CAPABILITY = (8, 9)  # Ada; then Hopper (9.0) and Blackwell
 
 
@@ -38,6 +39,10 @@ class Float8Linear(nn.Linear):
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear` in float8, for any part of the weight. Where the task turns autocast off, it is `F.linear`."""
         kind = input.device.type
+        if input.numel() == 0 and isinstance(weight, GatheredWeight):
+            return self.product(input.new_zeros(1, input.shape[-1]), weight, bias)[:0].view(
+                *input.shape[:-1], weight.shape[0]
+            )
         if not torch.is_autocast_enabled(kind) or input.numel() == 0:
             return F.linear(input, weight, bias)
         half = torch.get_autocast_dtype(kind)
@@ -47,6 +52,47 @@ class Float8Linear(nn.Linear):
         return result if bias is None else result + bias.to(half)
 
 
+class GatheredWeight(Tensor):
+    """A weight that is there in float8, with the inverse of its scale. It has the type of its gradient."""
+
+    factor: Tensor
+    inverse_scale: Tensor
+
+    def __new__(cls, factor: Tensor, inverse_scale: Tensor, dtype: torch.dtype) -> GatheredWeight:
+        made: GatheredWeight = make_wrapper(cls, factor.shape, dtype, factor.device)
+        made.factor, made.inverse_scale = factor, inverse_scale
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    # By these two, torch.compile looks through it.
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["factor", "inverse_scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> GatheredWeight:
+        return GatheredWeight(inner["factor"], inner["inverse_scale"], dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        aten, own = torch.ops.aten, args[0]
+        same_shape = func is aten.as_strided.default and tuple(args[1]) == tuple(own.shape)
+        if func in (aten.detach.default, aten.alias.default) or same_shape:
+            return GatheredWeight(own.factor, own.inverse_scale, own.dtype)
+        raise ModelError(
+            f"{func} reads a weight of a float8 layer, which FSDP has gathered in float8: the model uses it beside the "
+            "layer, or without autocast. --set gather=fp32 gathers such weights as they are."
+        )
+
+
 class _Product(torch.autograd.Function):
     """The product of an input and a turned weight. Backward scales the weight again rather than keep a copy of it: that
     would be the memory that sharding saves."""
@@ -54,7 +100,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, scales_rows: bool) -> Tensor:
         ctx.scales_rows = scales_rows
-        factor, scale = _to_float8(input, torch.float8_e4m3fn, 1 if scales_rows else None)
+        factor, scale = _to_float8(input, FACTOR, 1 if scales_rows else None)
         # One scale holds for the input in backward, too, and half of its bytes are kept. With rows, backward scales
         # the other dimension.
         ctx.save_for_backward(weight, *((input,) if scales_rows else (factor, scale)))
@@ -68,8 +114,7 @@ class _Product(torch.autograd.Function):
         for_input = for_weight = None
         factor, scale = _to_float8(gradient, kind, 1 if rows else None)
         if ctx.needs_input_grad[0]:
-            turned = _weight(weight.t(), rows)
-            for_input = _multiply(factor, scale, *turned, gradient.dtype)
+            for_input = _multiply(factor, scale, *_weight(weight, rows, turned=True), gradient.dtype)
         if ctx.needs_input_grad[1]:
             if rows:
                 factor, scale = _to_float8(gradient.t(), kind, 1)
@@ -81,9 +126,13 @@ class _Product(torch.autograd.Function):
         return for_input, for_weight, None
 
 
-def _weight(weight: Tensor, scales_rows: bool) -> tuple[Tensor, Tensor]:
-    """The turned weight as the second factor: its rows, which are summed over, lie one after another."""
-    factor, scale = _to_float8(weight, torch.float8_e4m3fn, 1 if scales_rows else None)
+def _weight(weight: Tensor, scales_rows: bool, *, turned: bool = False) -> tuple[Tensor, Tensor]:
+    """The turned weight as the second factor: its rows, which are summed over, lie one after another. In backward it is
+    the weight of the turned layer."""
+    if isinstance(weight, GatheredWeight):
+        factor, scale = weight.factor.t() if turned else weight.factor, weight.inverse_scale
+    else:
+        factor, scale = _to_float8(weight.t() if turned else weight, FACTOR, 1 if scales_rows else None)
     return factor.contiguous().t(), _turned(scale)
 
 
@@ -93,13 +142,20 @@ def _turned(scale: Tensor) -> Tensor:
 
 def _to_float8(tensor: Tensor, kind: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
     """The scaled tensor, and what its elements must be multiplied by to be the old ones."""
-    most = torch.finfo(kind).max
     largest = tensor.abs().amax() if dim is None else tensor.abs().amax(dim, keepdim=True)
-    scale = most / largest.float().clamp(min=1e-12)
+    scale = scale_for(largest, kind)
     if dim is not None:
         scale = torch.exp2(torch.floor(torch.log2(scale)))  # exact both ways
-    # A value that rounding puts above the largest would become no number.
-    return (tensor.float() * scale).clamp(-most, most).to(kind), scale.reciprocal()
+    return cast(tensor, kind, scale), scale.reciprocal()
+
+
+def scale_for(largest: Tensor, kind: torch.dtype) -> Tensor:
+    return torch.finfo(kind).max / largest.float().clamp(min=1e-12)
+
+
+def cast(tensor: Tensor, kind: torch.dtype, scale: Tensor) -> Tensor:
+    most = torch.finfo(kind).max  # a value that rounding puts above it would become no number
+    return (tensor.float() * scale).clamp(-most, most).to(kind)
 
 
 def _multiply(
@@ -120,11 +176,16 @@ def _padded(factor: Tensor) -> Tensor:
 
 
 def compute_in_float8(
-    model: nn.Module, world: World, config: RunConfig, blocks: str | None, styles: Mapping[str, str]
+    model: nn.Module,
+    world: World,
+    config: RunConfig,
+    blocks: str | None,
+    styles: Mapping[str, str],
+    adapters: Collection[nn.Module] = (),
 ) -> str:
     """Make the linear layers of blocks `Float8Linear`. Returns a sentence that says which, and why others are not.
 
-    `styles` are those of the tensor-parallel plan.
+    `styles` are those of the tensor-parallel plan. Low-rank layers of `adapters` stay as they are.
     """
     _check_device(world, config)
     inside = {id(layer) for _, block in find_list_of_blocks(model, blocks) for layer in block.modules()}
@@ -133,6 +194,7 @@ def compute_in_float8(
         if not isinstance(layer, nn.Linear):
             continue
         reason = _reason_against(layer, id(layer) in inside, styles.get(name, ""), world.layout.tp)
+        reason = "of adapters" if any(layer is one for one in adapters) else reason
         if reason is None:
             layer.__class__ = Float8Linear
             assert isinstance(layer, Float8Linear)

@@ -65,6 +65,7 @@ class ForwardTrace:
     changed: set[Source] = field(default_factory=set)  # results that code between the calls modifies in place
     # Calls that made a tensor which other code uses although they did not return it -> the line that uses it.
     leaks: dict[int, str] = field(default_factory=dict)
+    read_between: set[tuple[int, int]] = field(default_factory=set)  # results that code between the calls reads
     # Buffers that forward modifies -> the calls that do it; -1 stands for code between calls.
     buffers: dict[str, set[int]] = field(default_factory=dict)
 
@@ -110,6 +111,7 @@ def trace_forward(
     result = ForwardTrace(flow.calls, output, flow.sources_of(output))
     result.unused = sorted(set(names.values()) - used)
     result.changed, result.leaks, result.buffers = flow.changed, flow.leaks, flow.buffers
+    result.read_between = flow.read_between
     return result
 
 
@@ -137,6 +139,8 @@ class _DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.buffer_names: dict[int, str] = {}
         self.buffers: dict[str, set[int]] = {}
         self.leaks: dict[int, str] = {}
+        self.read_between: set[tuple[int, int]] = set()
+        self._outputs: dict[int, tuple[int, int]] = {}  # tensors that calls returned -> the call and its place
         self._made: dict[int, int] = {}  # tensors that depend on weights -> the call that made them
         self._between: set[int] = set()  # storages allocated by code between the calls
         self._overwritten: dict[int, int] = {}  # those of them that a call wrote to -> the call
@@ -175,6 +179,7 @@ class _DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open.pop()
         for leaf, tensor in enumerate(tensors_of(output)):
             self._remember(tensor, {(call.index, leaf)})
+            self._outputs[id(tensor)] = call.index, leaf
             self._results.setdefault(_storage(tensor), set()).add((call.index, leaf))
 
     def find_leaks(self, used: list[Tensor], by: Call | None) -> None:
@@ -259,6 +264,7 @@ class _DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     call.flops += int(count(*args, **kwargs, out_val=output))
             return output
         self.used_outside |= parameters
+        self.read_between |= {self._outputs[id(tensor)] for tensor in given if id(tensor) in self._outputs}
         self.find_leaks(given, None)
         sources = self.sources_of(given)
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -1,4 +1,4 @@
-"""Gather DTensors for saving."""
+"""Gather DTensors, and cut whole tensors as they are."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def whole_tensor(sharded: DTensor, device: torch.device) -> Tensor:
     if sharded.numel() == 0:
         return torch.empty(sharded.shape, dtype=sharded.dtype, device=device)
     mesh = sharded.device_mesh
-    axes = [axis for axis, placement in enumerate(sharded.placements) if not placement.is_replicate()]
-    # In the order of sharding: plain placements from the outermost axis inward, then the strided ones.
-    axes.sort(key=lambda axis: (type(sharded.placements[axis]) is not Shard, axis))
+    axes = _sharded_axes(sharded)
     lengths: list[int] = []  # the length that each axis divided
     lengths_left: dict[int, int] = {}
     for axis in axes:
@@ -34,6 +32,28 @@ def whole_tensor(sharded: DTensor, device: torch.device) -> Tensor:
     for axis, length in zip(reversed(axes), reversed(lengths), strict=True):
         part = _gather_dim(part, _dim_of(sharded, axis), length, mesh.get_group(axis))
     return part
+
+
+def own_shard(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of a whole tensor that is sharded as `like` is. A view, and no message."""
+    mesh = like.device_mesh
+    for axis in _sharded_axes(like):
+        dim = _dim_of(like, axis)
+        length = whole.shape[dim]
+        each = -(-length // mesh.size(axis))
+        start = min(mesh.get_local_rank(axis) * each, length)
+        whole = whole.narrow(dim, start, min(each, length - start))
+    return whole
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded_axes(sharded: DTensor) -> list[int]:
+    """In the order of sharding: plain placements from the outermost axis inward, then the strided ones."""
+    axes = [axis for axis, placement in enumerate(sharded.placements) if not placement.is_replicate()]
+    return sorted(axes, key=lambda axis: (type(sharded.placements[axis]) is not Shard, axis))
 
 
 def _dim_of(sharded: DTensor, axis: int) -> int:

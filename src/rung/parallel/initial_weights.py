@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rung.errors import ConfigError
+from rung.parallel.adapters import adapted_layers, base_name
 
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -56,7 +57,20 @@ class InitialWeights:
         With `is_partial`, what is missing or has another shape stays as the task makes it, and a note says so.
         """
         kept = set(model.state_dict())
-        names = {name: one for name, one in _names_of(model).items() if kept & set(one[0])}
+        layers = adapted_layers(model)
+        names: dict[str, tuple[list[str], Tensor]] = {}
+        for name, (aliases, tensor) in _names_of(model).items():
+            plain = [alias for alias in (base_name(alias, layers) for alias in aliases) if alias is not None]
+            if plain and kept & set(aliases):
+                names[name] = plain, tensor
+        # Buffers that are not saved may be in an old file.
+        every = {base_name(name, layers) for name, _ in _all_tensors(model)} - {None}
+        self.match_tensors(names, every, is_partial=is_partial)
+
+    def match_tensors(
+        self, names: Mapping[str, tuple[list[str], Tensor]], every: Set[str | None], *, is_partial: bool
+    ) -> None:
+        """The same for tensors by name, each with its names in files, where `every` name is known."""
         found = self._without_prefix(names)
         untied = []
         for name, (aliases, _) in names.items():
@@ -70,7 +84,6 @@ class InitialWeights:
         kinds = {name: _kind(tensor.dtype) for name, (_, tensor) in names.items()}
         others = [name for name, key in self._names.items() if self._kinds[key] != kinds[name]]
         missing = [name for name in names if name not in self._names]
-        every = {name for name, _ in _all_tensors(model)}  # buffers that are not saved may be in an old file
         unknown = [name for name in found if name not in every]
         problems = []
         if missing:

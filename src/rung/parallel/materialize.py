@@ -28,7 +28,9 @@ from rung.distributed.collectives import broadcast_from
 from rung.distributed.torch_private import buffers_of, num_gradient_hooks, plain_attributes
 from rung.distributed.world import World
 from rung.errors import ConfigError, ModelError, RungError, TaskError
+from rung.parallel.adapters import base_of, describe_choice, digest_of, drawn_names, initial_value, insert_adapters
 from rung.parallel.initial_weights import InitialWeights
+from rung.spec.lora import Lora
 from rung.spec.task import Task
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -71,20 +73,22 @@ class Weights:
         masters: bool = False,
         init: str | None = None,
         init_partial: bool = False,
+        lora: Lora | None = None,
     ) -> None:
         """`dtype` is that of all floating tensors, or the task's. With `masters`, half precision becomes fp32. `init`
-        is a file or folder of weights, which replace the seeded ones; all of them, unless `init_partial`."""
+        is a file or folder of weights, which replace the seeded ones; all of them, unless `init_partial`. `lora`: the
+        model is frozen, and gets adapters."""
         self._world = world
         self._channels_last = channels_last
         # If not seeded, storage stays uninitialized: a checkpoint fills it, or tensors are fake and have no data.
-        self._seeded = seeded = seeded and world.tensors.has_storage
-        self._dtype, self._masters = dtype, masters
+        seeded = seeded and world.tensors.has_storage
+        self._dtype, self._masters, self._lora, self._seed = dtype, masters, lora, seed
         self.widened: torch.dtype | None = None  # the type of weights that became fp32
         self.model: nn.Module | None = None
         self.notes: list[str] = []
         self._initial: InitialWeights | None = None
         self._initial_names: set[str] = set()  # the same on all ranks
-        begins = seeded and (init is not None or task.initial_weights is not None)
+        begins = init is not None or task.initial_weights is not None
         if world.size > 1 or not seeded or begins:  # else one process takes the model as it is built on the host
             with fake_world.outside_fakes():  # a constructor may compute a few numbers from real tensors
                 self.model = self._build(task, seed, "meta")
@@ -98,10 +102,16 @@ class Weights:
                 # Some constructors compute with tensor values. Then every rank builds the whole model on the host.
                 self.model = source = self._build(task, seed, "cpu")
             assert self.model is not None  # a build on the host raises its own error
+            self.base: dict[str, str] = dict.fromkeys(base_of(self.model), "")  # with digests, on the main rank
+            # What is frozen beside adapters is in no checkpoint, and is made anew.
+            seeded = seeded or (bool(self.base) and world.tensors.has_storage)
+            self._seeded, begins = seeded, begins and seeded
             if begins:
                 self._open_initial(task, init, self.model, is_partial=init_partial)
+            self.notes += describe_choice(self.model, lora)
             if self.is_skeleton and world.has_source and seeded:
                 source = self._source_of(task, seed, self.model)
+        self._drawn = drawn_names(self.model)
         self._names = _names_of(self.model)
         self._keeps: Callable[[str], bool] = lambda name: True
         self.mode = world.tensors.fake_mode or fake_world.new_fake_mode()  # for tensors of other ranks' stages
@@ -109,6 +119,18 @@ class Weights:
         self._source: dict[str, Tensor] = {}
         if self.is_skeleton and source is not None:
             self._source = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+        if not self.is_skeleton and seeded:
+            self._note_digests({n: p for n, p in self.model.named_parameters() if n not in self._initial_names})
+
+    def _note_digests(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._world.has_source:
+            self.base |= {name: digest_of(tensor) for name, tensor in tensors.items() if name in self.base}
+
+    def share_base(self) -> dict[str, str]:
+        """The names of what is frozen beside adapters, with their digests. All ranks call it, after all was filled."""
+        if self.base:
+            self.base = self._world.gather_objects(self.base)[0]
+        return self.base
 
     def _open_initial(self, task: Task, init: str | None, model: nn.Module, *, is_partial: bool) -> None:
         """On the rank that has the source, find the weights to begin with; all ranks learn which there are."""
@@ -137,16 +159,17 @@ class Weights:
 
     def _source_of(self, task: Task, seed: int, model: nn.Module) -> nn.Module | None:
         """The model on the host, for what no file has; without parameters if there is a file for all of them."""
-        if set(_names_of(model).values()) <= self._initial_names:
+        given = self._initial_names | drawn_names(model)
+        if set(_names_of(model).values()) <= given:
             return None
-        if {name for name, _ in model.named_parameters()} <= self._initial_names:
+        if {name for name, _ in model.named_parameters()} <= given:
             seed_generators(seed)
             torch.manual_seed(seed)
             seeded = GeneratorMarks()  # of the state from which a model is built
             with contextlib.suppress(Exception), _parameters_on_meta():  # a constructor may read their values
                 source = self._build(task, seed, "cpu")
                 buffers = {} if source is None else dict(source.named_buffers())
-                is_whole = not any(_on_meta(b) for name, b in buffers.items() if name not in self._initial_names)
+                is_whole = not any(_on_meta(b) for name, b in buffers.items() if name not in given)
                 if is_whole and seeded.hold():  # else a buffer is drawn, or computed from a parameter
                     return source
         return self._build(task, seed, "cpu")
@@ -180,6 +203,8 @@ class Weights:
         elif self._masters and (half := [p.dtype for p in model.parameters() if p.dtype in _HALF]):
             self.widened = half[0]
             self._convert(model, torch.float32, only=_HALF)
+        if self._lora is not None:
+            insert_adapters(model, self._lora, task.blocks, seed)
         return model
 
     def _convert(self, model: nn.Module, dtype: torch.dtype, only: tuple[torch.dtype, ...] = ()) -> None:
@@ -270,8 +295,13 @@ class Weights:
         if self._seeded and world.has_source:
             initial = name in self._initial_names
             assert not initial or self._initial is not None
-            value = self._initial.read(name) if initial and self._initial is not None else self._source.pop(name)
+            if initial and self._initial is not None:
+                value = self._initial.read(name)
+            else:
+                is_drawn = name in self._drawn
+                value = initial_value(name, skeleton.shape, self._seed) if is_drawn else self._source.pop(name)
             value = value.detach().to(world.device, skeleton.dtype)
+            self._note_digests({name: value})
         else:
             value = torch.empty_like(skeleton, device=world.device)
         if self._seeded and world.size > 1 and value.numel() > 0:

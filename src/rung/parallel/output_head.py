@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -49,11 +49,6 @@ def _why_not(config: RunConfig, layout: Layout, task: Task) -> str | None:
     asked = f"chunked_loss={config.chunked_loss}"
     if (reason := why_not(layout, "chunked_loss", asked)) is not None:
         return reason
-    if config.precision == "fp16":
-        return (
-            f"{asked} is not possible with --precision fp16, whose gradients must be scaled before they are rounded: "
-            "use bf16, or leave it out."
-        )
     if task.loss_scope == "batch":
         return f'{asked} is not possible with loss_scope = "batch", which gathers all logits: leave it out.'
     return None
@@ -123,11 +118,17 @@ def chunk_heads(model: nn.Module, names: list[str], config: RunConfig, world: Wo
         _chunk(model.get_submodule(name), rows, has_kernel=why_no_kernel(world) is None)
 
 
-def settle_heads(model: nn.Module, names: list[str], config: RunConfig, world: World) -> list[str]:
+def settle_heads(
+    model: nn.Module, names: list[str], config: RunConfig, world: World, styles: Mapping[str, str]
+) -> list[str]:
     """Leave out layers that FSDP has in a unit below the root: it frees their weights when the unit's forward ends,
-    which is before the loss. Returns what to tell the user."""
+    which is before the loss. And those whose results the tensor plan, of these styles, has gathered.
+
+    Returns what to tell the user.
+    """
     units = {name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
-    kept = [name for name in names if not lies_in(name, units)]
+    gathered = [name for name in names if styles.get(name, "vocabulary_head") != "vocabulary_head"]
+    kept = [name for name in names if not lies_in(name, units) and name not in gathered]
     for name in names:
         cast(ChunkedLinear, model.get_submodule(name)).is_chunked = name in kept
     if kept:
@@ -137,6 +138,12 @@ def settle_heads(model: nn.Module, names: list[str], config: RunConfig, world: W
         if world.device_type == "cuda" and (reason := why_no_kernel(world)) is not None:
             lines.append(f"cross entropy in chunks: without its kernel, which is slower: {reason}")
         return lines
+    if gathered and config.chunked_loss != "auto":
+        raise StrategyError(
+            f"chunked_loss={config.chunked_loss}: the plan of {world.layout.name} gathers the logits of "
+            f"{', '.join(gathered)}, because something else than a cross entropy may follow. Give it the style "
+            '"vocabulary_head" in tensor_parallel, or leave it out.'
+        )
     if names and config.chunked_loss != "auto":
         raise StrategyError(
             f"chunked_loss={config.chunked_loss}: FSDP has {', '.join(names)} in a unit, whose weights are gone before "

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from rung.distributed import fake_world
 from rung.distributed.world import World
@@ -18,6 +20,7 @@ from rung.parallel.blocks import find_blocks, num_parameters
 from rung.parallel.materialize import is_absent
 from rung.spec.abilities import reshards_after_forward, shards_parameters
 from rung.spec.config import RunConfig, shard_size
+from rung.spec.strategy import expert_axes
 
 # What autocast computes in.
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -60,7 +63,8 @@ class Sharding:
         # A split backward bypasses FSDP's hooks, so with zero bubble parameters stay gathered until the end of a step.
         self._keeps_gathered = not reshards_after_forward(layout) or (layout.num_stages > 1 and layout.schedule == "zb")
 
-    def apply(self, module: nn.Module, *, is_root: bool = False) -> None:
+    def apply(self, module: nn.Module, *, is_root: bool = False, holds_experts: bool = False) -> None:
+        """Shard a unit. Experts that ranks have shared out are sharded among those that hold the same ones."""
         if self._world.device_type == "cuda":
             self._disable_cudnn(module)
         # Not those of stages on other ranks, which hold no data. Nor numbers, which cannot be cut: every rank keeps
@@ -69,15 +73,26 @@ class Sharding:
         with self._world.tensors.mode():
             fully_shard(
                 module,
-                mesh=self._mesh,
+                mesh=self._experts_mesh() if holds_experts else self._mesh,
                 # Backward starts with the root, so resharding it after forward would only gather it twice.
                 reshard_after_forward=not (self._keeps_gathered or is_root),
                 mp_policy=self._precision,
                 offload_policy=self._offload,
                 ignored_params=ignored or None,
+                shard_placement_fn=self._placement if holds_experts else None,
             )
 
         _refuse_replaced_weights(module)
+
+    def _experts_mesh(self) -> DeviceMesh:
+        replicates = expert_axes(self._world.layout)["expert_replicate"] > 1
+        return self._world.axis("expert_replicate", "expert_shard") if replicates else self._world.axis("expert_shard")
+
+    def _placement(self, parameter: nn.Parameter) -> Shard:
+        """Along a dimension that all ranks get an equal part of; the first has been cut already."""
+        size = expert_axes(self._world.layout)["expert_shard"]
+        dims = [*range(1, parameter.dim()), 0]
+        return Shard(next((dim for dim in dims if parameter.shape[dim] % size == 0), 0))
 
     def _disable_cudnn(self, module: nn.Module) -> None:
         """Run recurrent layers without cuDNN, which keeps using the first step's weights if sharded (torch 2.11)."""
@@ -107,11 +122,11 @@ class Sharding:
 
 
 def average_whole(parameters: list[nn.Parameter], world: World) -> None:
-    """Average the gradients of parameters without dimensions over the data ranks, as FSDP does with the others."""
+    """Average the gradients of parameters without dimensions over the ranks, as FSDP does with the others."""
     for parameter in parameters:
         if parameter.dim() == 0 and parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=world.data_group)
-            parameter.grad /= world.layout.num_data_ranks
+            dist.all_reduce(parameter.grad, group=world.gradient_group)
+            parameter.grad /= world.layout.num_gradient_ranks
 
 
 def _refuse_replaced_weights(unit: nn.Module) -> None:

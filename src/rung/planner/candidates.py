@@ -25,10 +25,11 @@ def named_layout(text: str, cluster: Cluster, schedule: str | None = None) -> La
     return layout
 
 
-def layouts_for(cluster: Cluster, num_blocks: int) -> Iterator[Layout]:
+def layouts_for(cluster: Cluster, num_blocks: int, batch_size: int, num_experts: int = 0) -> Iterator[Layout]:
     """The candidate layouts of all devices, and a single device.
 
-    Tensor parallelism stays inside a machine, stages may cross machines; sizes are powers of two that divide.
+    Tensor, context and expert parallelism stay inside a machine, stages may cross machines; sizes are powers of two
+    that divide. Sequences are cut where there is no more than one for each device.
     """
     total, per_node = cluster.num_devices, cluster.per_node
     texts = ["single"]
@@ -51,6 +52,13 @@ def layouts_for(cluster: Cluster, num_blocks: int) -> Iterator[Layout]:
                 if left > per_node // tp > 1 and cluster.nodes > 1 and left % (per_node // tp) == 0 and pp == 1:
                     data.append([f"hsdp{left // (per_node // tp)}x{per_node // tp}"])
                 texts += [",".join([*head, *middle, *tail]) for middle in data]
+        for cp in _powers_of_two(per_node) if num_blocks and batch_size <= total else []:
+            left, rest = divmod(total, cp)
+            if not rest:
+                data = [[]] if left == 1 else [[with_size("ddp", left)]]
+                texts += [",".join([*middle, f"cp{cp}"]) for middle in (*data, [with_size("fsdp", left)])]
+        for ep in _powers_of_two(min(per_node, num_experts)):
+            texts += [f"ep{ep}" if ep == total else f"ddp{total},ep{ep}", f"fsdp{total},ep{ep}"]
     for text in texts:
         try:
             yield parse(text, required_num_ranks(text) or total, per_node)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rung.hardware.cluster import Cluster, Device, interpolate
@@ -19,7 +19,7 @@ from rung.planner.dryrun import DryRun
 from rung.planner.kernels import moving_name, name_of, pieces_name
 from rung.planner.recorder import Message
 from rung.planner.trace import Mark, Sent, Work
-from rung.spec.strategy import Layout
+from rung.spec.strategy import Layout, coordinates, expert_axes
 
 _TYPES = {
     "float32": "fp32",
@@ -299,14 +299,25 @@ def _members(axis: str, layout: Layout, rank: int, per_node: int) -> tuple[tuple
     return ranks, max(Counter(rank // per_node for rank in ranks).values())
 
 
+# Who shares samples, and who reads different ones, among the ranks of the data axes.
+_PARTS_OF_DATA: dict[str, Callable[[tuple[int, ...], int, int], tuple[int, ...]]] = {
+    "cp": lambda ranks, at, size: ranks[at // size * size :][:size],
+    "samples": lambda ranks, at, size: ranks[at % size :: size],
+}
+
+
 def group_of(axis: str, layout: Layout, rank: int) -> tuple[int, ...]:
     """The ranks of the group of `axis` that contains `rank`."""
     if axis == "all" or not axis:
         return tuple(range(layout.num_ranks))
+    if axis in _PARTS_OF_DATA:
+        data = group_of("data", layout, rank)
+        return _PARTS_OF_DATA[axis](data, data.index(rank), layout.cp)
     names = ("dp_replicate", "dp_shard") if axis == "data" else tuple(axis.split("+"))
-    own = layout.coordinates(rank)
+    axes = expert_axes(layout) if set(names) <= expert_axes(layout).keys() - layout.axes.keys() else layout.axes
+    own = coordinates(axes, rank)
     ranks = [0]
-    for name, size in layout.axes.items():
+    for name, size in axes.items():
         places = range(size) if name in names else (own[name],)
         ranks = [number * size + place for number in ranks for place in places]
     return tuple(sorted(ranks))

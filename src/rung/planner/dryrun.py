@@ -103,7 +103,8 @@ def _dry_run(
         status = StatusWriter()
         batches = make_batches(task, config, world)
         if repeats is not None:
-            repeats.setting = (layout.tp, device, config.activation_checkpointing, config.sequence_parallel)
+            cut = layout.tp, layout.cp, layout.ep, config.cp_form, config.sequence_parallel
+            repeats.setting = (*cut, device, config.activation_checkpointing)
         tracer = Tracer(world, status)
         if config.offload == "cpu" and device == "cuda":
             shims.enter_context(offloading(tracer.host.copy, tracer.host.move))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from rung.planner.at_hand import MeasuredRank
 from rung.planner.block_cache import BlockTraceCache
 from rung.planner.cost import StepTime, step_time
 from rung.planner.dryrun import DryRun, dry_run
-from rung.planner.memory import ROUNDING, find_peak, reserve
+from rung.planner.memory import ROUNDING, Peak, find_peak, find_peaks, reserve
 from rung.planner.truncated_model import shortened
 from rung.spec.abilities import shards_parameters
 from rung.spec.config import RunConfig
@@ -45,6 +45,7 @@ class Memory:
     rank: int
     uses_cudnn: bool = False
     on_host: int = 0  # bytes that offloading keeps in the memory of the host
+    phases: dict[str, Peak] = field(default_factory=dict)  # the peak of each, without workspaces
 
     @property
     def of_samples(self) -> int:
@@ -202,7 +203,8 @@ class Estimator:
     def _memory(self, run: DryRun) -> Memory:
         device = self.cluster.device_for(run.layout.num_ranks)
         on_gpu = device.kind == "cuda"
-        peak = find_peak(run.trace, rounding=ROUNDING if on_gpu else 1)
+        phases = find_peaks(run.trace, rounding=ROUNDING if on_gpu else 1)
+        peak = max(phases.values(), key=lambda peak: peak.num_bytes)
         used = {work.phase for work in run.trace.works() if work.name in _BY_CUBLAS}
         spaces = {phase: size for phase, size in device.workspaces.items() if on_gpu and phase in used}
         allocated = peak.num_bytes + sum(spaces.values())
@@ -214,7 +216,7 @@ class Estimator:
         process = reserved + device.context + groups * device.communicator
         uses_cudnn = on_gpu and any(work.is_inner or "convolution" in work.name for work in run.trace.works())
         on_host = find_peak(run.trace, on_host=True).num_bytes
-        return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank, uses_cudnn, on_host)
+        return Memory(allocated, reserved, process, kinds, run.state_bytes, run.rank, uses_cudnn, on_host, phases)
 
 
 def _num_traced(layout: Layout, count: int) -> int:
@@ -239,15 +241,20 @@ def _extend(few: Estimate, more: Estimate, steps: float) -> Estimate:
 
 
 def _extend_memory(few: Memory, more: Memory, steps: float) -> Memory:
-    allocated = round(_line(few.allocated, more.allocated, steps))
+    # By phases: with more blocks, another one may have the peak.
+    both = few.phases.keys() & more.phases.keys()
+    sizes = {phase: _line(few.phases[phase].num_bytes, more.phases[phase].num_bytes, steps) for phase in both}
+    fullest = max(sizes, key=lambda phase: sizes[phase])
+    spaces = {kind: size for kind, size in few.by_kind.items() if kind == "workspaces"}
+    allocated = round(sizes[fullest]) + sum(spaces.values())
     # What the allocator holds beside them comes in large pieces, of which one more or less says nothing of the next.
     reserved = allocated + max(one.reserved - one.allocated for one in (few, more))
-    kinds = {**few.by_kind, **more.by_kind}
+    before, after = few.phases[fullest].by_kind, more.phases[fullest].by_kind
     return Memory(
         allocated,
         reserved,
         reserved + few.process - few.reserved,
-        {k: max(0, round(_line(few.by_kind.get(k, 0), more.by_kind.get(k, 0), steps))) for k in kinds},
+        spaces | {k: max(0, round(_line(before.get(k, 0), after.get(k, 0), steps))) for k in {**before, **after}},
         {k: round(_line(few.state[k], more.state[k], steps)) for k in few.state},
         few.rank,
         few.uses_cudnn,

@@ -55,6 +55,9 @@ SIZES = {
 }
 
 
+_LONG = (16384, 65536)  # of sequences whose attention is quicker for each operation than that of short ones
+
+
 def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Kernel]:
     """Common kernels of models in a few sizes."""
     sizes = SIZES[where.type]
@@ -92,6 +95,10 @@ def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator
         yield Kernel(partial(attend, dropout_p=0.1), tuple(random(4, 4, length, 64) for _ in range(3)))
         yield Kernel(masked, tuple(random(4, 4, length, 64) for _ in range(3)))
         yield Kernel(torch.bmm, (random(16, length, 64), random(16, 64, length)))
+    if where.type == "cuda" and dtype != torch.float32:  # for long sequences, with what flash kernels reach there
+        for length in _LONG:
+            attend = partial(F.scaled_dot_product_attention, is_causal=True)
+            yield Kernel(attend, tuple(random(1, 4, length, 64) for _ in range(3)))
     for batch, channels, pixels in sizes.images:
         image = random(batch, channels, pixels, pixels)
         yield Kernel(partial(F.conv2d, padding=1), (image, random(channels, channels, 3, 3)))
@@ -105,7 +112,10 @@ def kernels(where: torch.device, dtype: torch.dtype = torch.float32) -> Iterator
         yield Kernel(partial(F.group_norm, num_groups=8), (image,))
         # Autocast leaves the weights of a batch norm in fp32, as its statistics are.
         weight = torch.ones(channels, device=where, requires_grad=True)
-        yield Kernel(partial(F.batch_norm, training=True), (image, *_statistics(channels, where), weight))
+        statistics = _statistics(channels, where)
+        yield Kernel(partial(F.batch_norm, training=True), (image, *statistics, weight))
+        # Ranks compute these first, to combine them with those of others.
+        yield Kernel(_statistics_of_batch, (image.detach(), *statistics))
 
 
 def _layer_norm(width: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -114,6 +124,10 @@ def _layer_norm(width: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _draw(like: Tensor) -> Tensor:
     return torch.empty_like(like, requires_grad=False).bernoulli_(0.9)
+
+
+def _statistics_of_batch(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return torch.batch_norm_update_stats(x, mean, variance, 0.0)[0]
 
 
 def _statistics(width: int, where: torch.device) -> tuple[Tensor, Tensor]:

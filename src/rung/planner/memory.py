@@ -33,21 +33,29 @@ def find_peak(trace: Trace, *, rounding: int = 1, on_host: bool = False) -> Peak
 
     Each allocation is rounded up to `rounding`, as the device's allocator does.
     """
-    alive = best = where = 0
+    found = find_peaks(trace, rounding=rounding, on_host=on_host).values()
+    return max(found, key=lambda peak: peak.num_bytes, default=Peak(0, {}, 0, ""))
+
+
+def find_peaks(trace: Trace, *, rounding: int = 1, on_host: bool = False) -> dict[str, Peak]:
+    """The peak of each phase, in the order of the phases. More layers may move the peak of all to another one."""
+    alive = 0
+    best: dict[str, tuple[int, int]] = {}
     for position, event in enumerate(trace.events):
         if isinstance(event, Alloc | Free) and event.allocation.on_host == on_host:
             size = _rounded(event.allocation.num_bytes, rounding)
             alive += size if isinstance(event, Alloc) else -size
-            if alive > best:
-                best, where = alive, position
-    kinds: Counter[str] = Counter()
+            if isinstance(event, Alloc) and alive > best.get(event.allocation.phase, (0, 0))[0]:
+                best[event.allocation.phase] = alive, position
+    kinds: dict[str, Counter[str]] = {phase: Counter() for phase in best}
     for allocation in trace.allocations:
-        is_alive = allocation.born <= where and (allocation.died is None or allocation.died > where)
-        if is_alive and allocation.on_host == on_host:
-            kinds[allocation.kind] += _rounded(allocation.num_bytes, rounding)
-    last = trace.events[where] if trace.events else None
-    phase = last.allocation.phase if isinstance(last, Alloc) else ""
-    return Peak(best, dict(kinds), where, phase)
+        if allocation.on_host != on_host:
+            continue
+        size, died = _rounded(allocation.num_bytes, rounding), allocation.died
+        for phase, (_, where) in best.items():
+            if allocation.born <= where and (died is None or died > where):
+                kinds[phase][allocation.kind] += size
+    return {phase: Peak(size, dict(kinds[phase]), where, phase) for phase, (size, where) in best.items()}
 
 
 def _rounded(num_bytes: int, to: int) -> int:

@@ -20,7 +20,7 @@ from rung.planner.estimate import Estimate, Estimator
 from rung.planner.measurements import Measurements, refine
 from rung.planner.parallel_search import FEW, TaskSource, search_in_processes
 from rung.planner.search import WORTH_IT, Rejected, gib, search
-from rung.planner.truncated_model import count_blocks
+from rung.planner.truncated_model import count_blocks, count_experts
 from rung.spec.abilities import keeps_whole_state, rung_of, title_of
 from rung.spec.config import RunConfig
 from rung.spec.task import Task
@@ -120,7 +120,9 @@ def make_plan(
     estimator = Estimator(task, config, cluster, num_blocks)
     progress("the whole model on one device")
     state = whole_state(task, config, cluster.device.kind)
-    layouts = named if named is not None else list(layouts_for(cluster, num_blocks))
+    layouts = (
+        named if named is not None else list(layouts_for(cluster, num_blocks, config.batch_size, count_experts(task)))
+    )
     if source is not None and len(layouts) > FEW:
         found = search_in_processes(source, config, cluster, layouts, state, progress)
     else:

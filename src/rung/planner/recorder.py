@@ -16,6 +16,7 @@ from rung.distributed.status_board import StatusWriter
 from rung.distributed.torch_private import TorchDispatchMode, process_group, tree_flatten
 from rung.distributed.world import World
 from rung.runtime.base import Runtime
+from rung.spec.strategy import expert_axes
 
 _OPERATIONS = {
     "allreduce_": "all-reduce",
@@ -61,7 +62,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = [name for name, size in world.layout.axes.items() if size > 1]
         if world.mesh is not None:
             if {"dp_replicate", "dp_shard"} <= set(names):
-                self._axes[tuple(dist.get_process_group_ranks(world.data_group))] = "data"
+                self._axes[tuple(dist.get_process_group_ranks(world.gradient_group))] = "data"
+            if world.samples_mesh is not None:
+                self._axes[tuple(dist.get_process_group_ranks(world.data_group))] = "samples"
+                self._axes[tuple(dist.get_process_group_ranks(world.axis("cp").get_group()))] = "cp"
+            for name in ("expert_replicate", "expert_shard", "ep") if world.experts_mesh is not None else ():
+                if expert_axes(world.layout)[name] > 1:
+                    self._axes[tuple(dist.get_process_group_ranks(world.axis(name).get_group()))] = name
             for name in names:
                 self._axes[tuple(dist.get_process_group_ranks(world.axis(name).get_group()))] = name
 

@@ -22,6 +22,7 @@ from rung.distributed.known_indices import argument_tensors
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.torch_private import schema
 from rung.distributed.world import World
+from rung.parallel.float8 import GatheredWeight
 from rung.planner.host_memory import HostMemory
 from rung.planner.memory_log import MemoryLog
 from rung.planner.recorder import Recorder, group_of
@@ -276,8 +277,8 @@ def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    """All tensors with a storage of their own; a DTensor's is that of its part."""
-    found = [tensor for tensor in argument_tensors(values) if not isinstance(tensor, DTensor)]
+    """All tensors with a storage of their own; a DTensor's is that of its part, for one."""
+    found = [tensor for tensor in argument_tensors(values) if not isinstance(tensor, DTensor | GatheredWeight)]
     return [
         tensor for tensor in found if tensor.layout is torch.strided and fake_world.device_of(tensor).type != "meta"
     ]

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 
 from rung.distributed import fake_world
 from rung.parallel.blocks import find_list_of_blocks
+from rung.parallel.experts.validate import num_experts_of
 from rung.parallel.materialize import NoDraws, own_tensors, put_tensor
 from rung.spec.task import Task
 
 
 def count_blocks(task: Task) -> int:
     """The number of identical blocks in the model's list of blocks; 0 if they differ or there is no list."""
-    with torch.device("meta"), NoDraws():
-        try:
-            model = task.model()
-        except Exception:
-            return 0
+    model = _without_storage(task)
+    if model is None:
+        return 0
     blocks = find_list_of_blocks(model, task.blocks)
     parents = {name.rpartition(".")[0] for name, _ in blocks}
     if len(parents) != 1:
@@ -37,6 +36,22 @@ def count_blocks(task: Task) -> int:
     if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) != len(blocks):
         return 0
     return len(blocks) if len({_signature(block) for _, block in blocks}) == 1 else 0
+
+
+def count_experts(task: Task) -> int:
+    """The largest number of experts that a layer of the model has and that ranks may share out."""
+    model = _without_storage(task)
+    return 0 if model is None else max((num_experts_of(module) or 0 for module in model.modules()), default=0)
+
+
+def _without_storage(task: Task) -> nn.Module | None:
+    """The task's model on the meta device; None if it cannot be built there."""
+    with torch.device("meta"), NoDraws():
+        try:
+            model: nn.Module = task.model()
+        except Exception:
+            return None
+    return model
 
 
 def shortened(task: Task, num_blocks: int) -> Task:

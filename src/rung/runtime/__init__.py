@@ -30,12 +30,14 @@ from rung.runtime.context import RuntimeContext
 from rung.runtime.forward import autocast, call_model, default_type, laid_out
 from rung.runtime.local_steps import local_steps_parts
 from rung.runtime.mesh import mesh_parts
-from rung.runtime.optimizer import make_optimizer, make_schedule
+from rung.runtime.optimizer import make_optimizer, make_schedule, takes_closure
 from rung.runtime.pipeline import pipeline_parts
 from rung.runtime.step import StepRuntime
-from rung.runtime.weight_average import WeightAverage
-from rung.spec.compatibility import validate_config
+from rung.runtime.update import refuse_closure
+from rung.runtime.weight_average import averages_of
+from rung.spec.compatibility import refuse_task, validate_config
 from rung.spec.config import RunConfig
+from rung.spec.lora import parse_lora
 from rung.spec.presets import PRESETS
 from rung.spec.strategy import Layout
 from rung.spec.task import Task
@@ -63,6 +65,7 @@ def build_runtime(
     """
     layout = world.layout
     validate_config(config, layout)
+    refuse_task(task, layout)
     dtype = torch.float64 if config.precision == "fp64" else None
     last = config.memory_format == "channels_last"
     masters = config.precision in HALF_TYPES
@@ -76,11 +79,12 @@ def build_runtime(
         masters=masters,
         init=config.init,
         init_partial=config.init_partial,
+        lora=parse_lora(config.lora) if config.lora is not None else None,
     )
     assert weights.model is not None
     facts = ModelFacts.of(weights.model)  # before the model is cut
     example = None
-    if layout.is_composed or large_heads(weights.model, layout, config, task):
+    if layout.is_composed or layout.cp > 1 or large_heads(weights.model, layout, config, task):
         example = example_batch(dataset if dataset is not None else task.train_data(), task.collate)
         example = map_tensors(example, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t)
         example = map_tensors(example, lambda t: laid_out(config, t))
@@ -92,6 +96,7 @@ def build_runtime(
     places, remote = _module_of(layout).place(weights, world, task) if layout.servers else ({}, {})
     parallel = parallelize(weights, world, config, task, run, example, reuse, blocks_on_host=blocks_on_host)
     parallel.places, parallel.remote = places, remote
+    parallel.base = weights.share_base()
     parallel.notes += weights.notes
     if weights.widened is not None:
         kind = str(weights.widened).removeprefix("torch.")
@@ -99,7 +104,9 @@ def build_runtime(
             f"the model comes in {kind}; its weights are kept in fp32, as under --precision bf16, fp16, fp8"
         )
     allow_unused = config.unused_parameters == "allow"
-    make = partial(make_optimizer, fused=config.fused, num_ranks=world.size, allow_unused=allow_unused)
+    make = partial(
+        make_optimizer, fused=config.fused, device=world.device, num_ranks=world.size, allow_unused=allow_unused
+    )
     with world.tensors.mode(), as_plain_layers(parallel.model):
         if layout.zero == 1 and not layout.uses_fully_shard:
             update = ShardedUpdate(parallel.model, world.axis("dp_shard"))
@@ -119,17 +126,20 @@ def _assemble(context: RuntimeContext) -> Runtime:
     """The runtime of this rank: from the strategy's own module, or else from parts for the settings and the mesh."""
     config = context.config
     runtime = _of_strategy(context)
-    if config.ema is not None:
+    average = averages_of(context, config)
+    if average is not None:
         assert isinstance(runtime, StepRuntime)  # others refuse it
-        runtime.averaged = WeightAverage(context, config.ema).in_place
+        runtime.averaged = average.in_place
         if config.eval_weights == "average" and context.task.eval_data is not None:
             runtime.parts.evaluated_weights = runtime.averaged
-            context.notes.append("evaluation takes the average of the weights (--ema), eval_weights=own the last ones")
+            context.notes.append("evaluation takes the average of the weights, eval_weights=own the last ones")
     return runtime
 
 
 def _of_strategy(context: RuntimeContext) -> Runtime:
     config, layout = context.config, context.world.layout
+    if takes_closure(context.optimizer):
+        refuse_closure(context)
     if (module := _module_of(layout)) is not None:
         runtime: Runtime = module.build(context)
         return runtime

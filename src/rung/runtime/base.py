@@ -5,29 +5,59 @@ Other packages use only `Runtime`; `build_runtime` chooses the implementation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from rung.data.batch_shard import LocalBatch
 from rung.data.batches import Batches
+from rung.distributed import fake_world
 from rung.distributed.world import World
+from rung.errors import TaskError
 from rung.parallel import ParallelModel
 from rung.parallel.gradients import GradientFigures
 from rung.parallel.pipeline.schedule import Stage
-from rung.runtime.optimizer import LocalScaler
+from rung.runtime.optimizer import LocalScaler, Schedule
 from rung.runtime.phases import PhaseClock
 from rung.runtime.rank_state import RankLocalState
 from rung.system.units import human_size
 
 AVERAGE = "average"  # the key in the optimizer's state under which --ema keeps the average of a parameter
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """One number of this rank. A tensor is on the GPU, in float64."""
+
+    name: str
+    reduce: str
+    value: Tensor | float
+    weight: Tensor | float = 1.0  # in a mean
+    function: str = ""  # of the task
+
+
+def figure_of(value: Any, name: str, where: str) -> Tensor | float:
+    """A logged value as a number of its own: what it was read from may change before it is sent."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if isinstance(value, Tensor) and not value.is_complex() and value.numel() == 1:
+        number = value.detach().reshape(()).to(torch.float64, copy=True)
+        return number.item() if number.device.type == "cpu" and not fake_world.is_fake(number) else number
+    try:
+        if not isinstance(value, Tensor | str | bytes):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise TaskError(f"{where}: log({name!r}, ...) takes one number, and got {got}. Log its mean, sum or maximum.")
 
 
 @dataclass(frozen=True)
@@ -40,7 +70,9 @@ class LocalStep:
     loss_share: Tensor
     grad_norm: Tensor | None
     learning_rate: float
+    learning_rates: dict[str, float] = field(default_factory=dict)  # of each of several optimizers, by name
     staleness: int | None = None  # updates that the gradient was late by, under ps-async
+    logged: Sequence[LoggedValue] = ()  # by the task, on this rank
 
 
 @dataclass(frozen=True)
@@ -127,6 +159,8 @@ class ReplicaThreads(Protocol):
     def in_each_thread(self, run: Callable[[], Any]) -> None: ...
 
 
+Names = Collection[str] | None  # of parameters; None: all, and all buffers
+
 # The loop of a rank that works for servers at its own pace: takes the training batches and a function that makes the
 # evaluation's, and returns why it ended: finished, or stopped.
 Work = Callable[[Batches, Callable[[], Batches] | None], str]
@@ -139,7 +173,7 @@ class Runtime(Protocol):
     model: nn.Module
     optimizer: Optimizer
     optimizer_groups: list[list[str]]  # names of all parameters of each group, also of those that other ranks hold
-    schedule: LRScheduler | None
+    schedule: Schedule | None
     scaler: LocalScaler | None
     total_steps: int | None  # of the schedule
     facts: ModelFacts
@@ -180,8 +214,9 @@ class Runtime(Protocol):
         """This rank's own time in each phase of the last step, without waiting for others."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The module's own state dict, whole tensors on the host; empty tensors on all ranks but the main one."""
+    def named_weights(self, names: Names = None) -> Iterator[tuple[str, Tensor]]:
+        """The module's own state dict, whole tensors on the host; empty tensors on all ranks but the main one. With
+        `names` only these parameters."""
         ...
 
     def reshard(self) -> None:

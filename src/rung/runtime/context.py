@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from rung.data.batch_shard import LocalBatch, MicroBatch
 from rung.data.batches import Batches
+from rung.data.pytree import tensors_in
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World
 from rung.parallel import ParallelModel, sync_batch_norms
 from rung.parallel.batchnorm import SyncBatchNorm
+from rung.parallel.experts.balance import WholeBatchBalance
+from rung.parallel.experts.dispatch import ExpertLoads
 from rung.parallel.materialize import is_absent
 from rung.parallel.pipeline.schedule import Stage
 from rung.parallel.sharding import free_gathered
@@ -29,9 +31,10 @@ from rung.runtime.base import ModelFacts, Probe, ReplicaThreads, Traffic, Update
 from rung.runtime.batch_loss import BatchGather
 from rung.runtime.buffers import OwnBuffers
 from rung.runtime.forward import NoDropout, autocast, default_type
-from rung.runtime.optimizer import LocalScaler, local_bytes
+from rung.runtime.optimizer import LocalScaler, Schedule, local_bytes
 from rung.runtime.phases import PhaseClock
 from rung.runtime.rank_state import RankLocalState
+from rung.runtime.step_log import StepLog
 from rung.runtime.unit_calls import UnitCalls
 from rung.runtime.unused import UnusedParameters
 from rung.spec.abilities import runs_units_together
@@ -49,24 +52,30 @@ class RuntimeContext:
     parallel: ParallelModel
     optimizer: Optimizer
     optimizer_groups: list[list[str]]
-    schedule: LRScheduler | None
+    schedule: Schedule | None
     sharded_update: ShardedUpdate | None
     facts: ModelFacts
     status: StatusWriter
     total_steps: int | None
     updates: Updates = field(default_factory=Updates)
     is_first_step: bool = True
+    # For an optimizer that evaluates the loss itself: the global loss of this step's batch, with its gradients.
+    evaluate: Callable[[], Tensor] | None = None
     is_probing: bool = False  # computes without an update and without dropout
     model: nn.Module = field(init=False)
     notes: list[str] = field(init=False)
     clock: PhaseClock = field(init=False)
     trainable: list[tuple[str, nn.Parameter]] = field(init=False)
     sync_norms: list[SyncBatchNorm] = field(init=False)
+    counting: list[SyncBatchNorm | ExpertLoads | WholeBatchBalance] = field(
+        init=False
+    )  # what has statistics over all ranks
     own_buffers: OwnBuffers = field(init=False)
     scaler: LocalScaler | None = field(init=False)
     unused: UnusedParameters = field(init=False)
     unit_calls: UnitCalls | None = field(init=False)  # compared in the first step
     batch_gather: BatchGather | None = field(init=False)  # of a loss over the whole micro-batch
+    step_log: StepLog = field(init=False)
 
     def __post_init__(self) -> None:
         world, config = self.world, self.config
@@ -75,6 +84,9 @@ class RuntimeContext:
         self.clock = PhaseClock(waits=world.has_peers, functional_waits=not config.compile)
         self.trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.sync_norms = sync_batch_norms(self.model)
+        experts, balance = self.parallel.experts, self.parallel.balance
+        loads = experts.loads if experts is not None else None
+        self.counting = [*self.sync_norms, *(one for one in (loads, balance) if one is not None)]
         self.own_buffers = OwnBuffers(self.model, self.sync_norms)
         self.scaler = LocalScaler(world.device.type) if config.precision == "fp16" else None
         # The comparison would become a part of compiled blocks.
@@ -83,6 +95,9 @@ class RuntimeContext:
         is_split = self.task.loss_scope == "batch" and world.layout.num_data_ranks > 1
         self.batch_gather = BatchGather(world) if is_split else None
         self.unused = UnusedParameters(self.model, self.trainable, world, config.unused_parameters)
+        self.notes += self.unused.notes()
+        self.step_log = StepLog(self.task, world, is_compiled=config.compile, loads=loads)
+        self.task = self.step_log.task
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -101,11 +116,14 @@ class RuntimeContext:
     @contextlib.contextmanager
     def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
         """Wraps the computation of one micro-batch: a stand-in leaves buffers and statistics unchanged."""
-        stand_in = micro.num_samples == 0
-        for norm in self.sync_norms:
-            norm.counted = not stand_in
-        with self.own_buffers.kept() if stand_in else nullcontext():
+        self.count(micro)
+        with self.own_buffers.kept() if micro.num_samples == 0 else nullcontext():
             yield
+
+    def count(self, micro: MicroBatch) -> None:
+        """Let statistics over all ranks leave out a stand-in sample."""
+        for one in self.counting:
+            one.counted = micro.num_samples > 0
 
     # -- precision -----------------------------------------------------------------------------------------------
 
@@ -158,7 +176,7 @@ class ContextRuntime:
 
     def state_bytes(self) -> dict[str, int]:
         parameters = [p for p in self.model.parameters() if not is_absent(p)]
-        state = [v for values in self.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+        state = tensors_in(list(self.optimizer.state.values()))
         return {
             "parameters": sum(local_bytes(p) for p in parameters),
             "gradients": sum(local_bytes(p.grad) for p in parameters if p.grad is not None),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rung.parallel.averaging import Averaging, OuterStep
 from rung.parallel.compression import Slots
+from rung.runtime.base import Names
 from rung.runtime.compressed import named_views, traffic_of
 from rung.runtime.context import RuntimeContext
 from rung.runtime.mesh import whole_model_parts
@@ -64,9 +65,11 @@ class LocalUpdate:
         return squared.div_(self._averaging.wire.num_ranks).sqrt_().reshape(())
 
 
-def _averaged_weights(context: RuntimeContext, averaging: Averaging) -> Iterator[tuple[str, Tensor]]:
+def _averaged_weights(
+    context: RuntimeContext, averaging: Averaging, names: Names = None
+) -> Iterator[tuple[str, Tensor]]:
     with averaging.averaged():
-        for name, value in gathered_weights(context):
+        for name, value in gathered_weights(context, names):
             yield name, value.clone()  # the model gets its local weights back
 
 

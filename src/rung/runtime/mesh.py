@@ -71,6 +71,6 @@ def gradient_finalizers(context: RuntimeContext) -> list[Callable[[], None]]:
     if context.parallel.host_weights is not None:
         found.append(context.parallel.host_weights.return_gradients)
     numbers = [parameter for parameter in context.parameters if parameter.dim() == 0]
-    if numbers and context.world.layout.uses_fully_shard and context.world.layout.num_data_ranks > 1:
+    if numbers and context.world.layout.uses_fully_shard and context.world.layout.num_gradient_ranks > 1:
         found.append(partial(average_whole, numbers, context.world))
     return found

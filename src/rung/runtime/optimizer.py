@@ -1,9 +1,10 @@
-"""Builds and checks the task's optimizer and schedule. The optimizer is fused unless the task chose otherwise."""
+"""Builds and checks the task's optimizers and schedules. An optimizer is fused unless the task chose otherwise."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -16,18 +17,36 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rung.distributed.torch_private import has_step_hooks
 from rung.errors import TaskError
+from rung.parallel.combined_optimizer import (
+    CombinedOptimizer,
+    CombinedSchedule,
+    explain_failed_step,
+    members_of,
+    parameters_of,
+    step_whole_parameters,
+    wants_whole_parameters,
+)
+from rung.parallel.gather import local_part
 from rung.parallel.materialize import gradient_hooks, is_absent
-from rung.spec.task import Task
+from rung.spec.task import Task, takes_name
+
+Schedule = LRScheduler | CombinedSchedule
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED_ON_SHARDS = (torch.optim.AdamW, torch.optim.Adam)  # DTensor supports no other fused kernel
 
 
 def make_optimizer(
-    task: Task, model: nn.Module, *, fused: bool, num_ranks: int = 1, allow_unused: bool = False
+    task: Task,
+    model: nn.Module,
+    *,
+    fused: bool,
+    device: torch.device,
+    num_ranks: int = 1,
+    allow_unused: bool = False,
 ) -> tuple[Optimizer, list[list[str]]]:
-    """The task's optimizer over the parameters that this rank holds, and the names of all in each of its groups. The
-    task is given the whole model.
+    """The task's optimizer over the parameters that this rank holds, several as one, and the names of all in each of
+    its groups. The task is given the whole model.
 
     `allow_unused`: some parameters may get no gradient in a step.
     """
@@ -35,48 +54,99 @@ def make_optimizer(
     for parameter in absent.values():  # while optimizer() runs, as in the whole model
         parameter.requires_grad_(parameter.is_trained_elsewhere)  # type: ignore[attr-defined]
     hooks = gradient_hooks(model)
-    optimizer = task.optimizer(model)
+    made = _by_name(task, task.optimizer(model))
     if num_ranks > 1 and (hooked := gradient_hooks(model) - hooks):
         raise TaskError(
             f"{task.name}: optimizer() registers a hook on the gradient of {next(iter(hooked))}. With several ranks it "
             "would get the gradient of one rank's samples, before the ranks sum theirs, or none at all. Change "
             "gradients in a hook of the optimizer (register_step_pre_hook)."
         )
+    members = _names_of_groups(task, model, made)
     for parameter in absent.values():
         parameter.requires_grad_(False)
-    if not isinstance(optimizer, Optimizer):
+    is_gathered = False
+    for name, optimizer in made.items():
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in absent]
+        made[name] = optimizer = _fused(optimizer, allow_unused) if fused else optimizer
+        if not any(isinstance(p, DTensor) for p in parameters_of(optimizer)):
+            continue
+        if wants_whole_parameters(optimizer):
+            step_whole_parameters(optimizer, device)
+            is_gathered = True
+        elif type(optimizer).__module__.startswith("torch.optim"):
+            _step_mesh_by_mesh(optimizer)
+        else:
+            explain_failed_step(optimizer)
+    # Rung's own hooks are around a step of all parameters, and go to the optimizer that is returned.
+    combined = CombinedOptimizer(made) if len(made) > 1 or is_gathered else next(iter(made.values()))
+    return combined, [names for groups in members for names in groups]
+
+
+def _by_name(task: Task, made: Any) -> dict[str, Optimizer]:
+    """What optimizer() returned, by the keys of a dict or the positions in a list."""
+    if isinstance(made, Mapping):
+        found = dict(made)
+    else:
+        found = {str(n): one for n, one in enumerate(made if isinstance(made, list | tuple) else [made])}
+    wrong = [value for value in found.values() if not isinstance(value, Optimizer)]
+    if wrong or not found:
+        is_one = not found or wrong[0] is made
         raise TaskError(
-            f"{task.name}: optimizer(model) must return a torch Optimizer, but it returned {type(optimizer).__name__}."
+            f"{task.name}: optimizer(model) must return a torch Optimizer, or a list or dict of them, but "
+            + (f"it returned {type(made).__name__}." if is_one else f"one is {wrong[0]!r:.60}.")
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if unnamed := [key for key in found if not isinstance(key, str) or not key]:
+        raise TaskError(f"{task.name}: the optimizers in a dict have names, but one has the key {unnamed[0]!r}.")
+    if len(found) > 1 and (evaluating := [one for one in found.values() if takes_closure(one)]):
         raise TaskError(
-            f"{task.name}: LBFGS evaluates the loss several times a step, but a step over several ranks evaluates it "
-            "once. Use another optimizer, such as AdamW."
+            f"{task.name}: {type(evaluating[0]).__name__} evaluates the loss by itself, several times a step, and so "
+            "cannot be one of several optimizers."
         )
-    if isinstance(optimizer, torch.optim.Adafactor) and any(
-        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
-    ):
-        raise TaskError(
-            f"{task.name}: torch's Adafactor cannot update sharded parameters. Use AdamW, or a strategy that leaves "
-            "parameters whole: ddp, or pp."
-        )
-    own = {id(parameter) for parameter in model.parameters()}
-    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    return found
+
+
+def _names_of_groups(task: Task, model: nn.Module, made: Mapping[str, Optimizer]) -> list[list[list[str]]]:
+    """The names of the parameters in each group of each optimizer; several share none and leave none out."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    foreign = sum(id(p) not in names for optimizer in made.values() for p in parameters_of(optimizer))
     if foreign:
         raise TaskError(
             f"{task.name}: the optimizer was given {foreign} tensors that are not parameters of the model (any more): "
             "parallelizing replaces parameters, but not in lists made before. Take them from model.parameters()."
         )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) not in absent]
-    optimizer = _fused(optimizer, allow_unused) if fused else optimizer
-    _step_mesh_by_mesh(optimizer)
-    return optimizer, members
+    owners: dict[str, list[str]] = {}
+    for owner, optimizer in made.items():
+        for parameter in parameters_of(optimizer):
+            if owner not in (those := owners.setdefault(names[id(parameter)], [])):
+                those.append(owner)
+    if shared := [name for name, those in owners.items() if len(those) > 1]:
+        raise TaskError(
+            f"{task.name}: the optimizers {' and '.join(map(repr, owners[shared[0]]))} both update "
+            f"{_listed(shared)}. Give each parameter to one of them."
+        )
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if len(made) > 1 and (missing := [name for name in trained if name not in owners]):
+        raise TaskError(
+            f"{task.name}: none of the optimizers {', '.join(map(repr, made))} updates {_listed(missing)}. Give each "
+            "trainable parameter to one of them, or freeze it (requires_grad_(False))."
+        )
+    return [[[names[id(p)] for p in group["params"]] for group in one.param_groups] for one in made.values()]
 
 
-def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> LRScheduler | None:
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether a step must be given a function that computes the loss and its gradients again, as LBFGS's."""
+    kinds = [type(member) for member in members_of(optimizer).values()]
+    closures = [inspect.signature(kind.step).parameters.get("closure") for kind in kinds]
+    return any(closure is not None and closure.default is closure.empty for closure in closures)
+
+
+def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> Schedule | None:
+    """The task's schedule, or those of several optimizers, of which some may have none."""
     if task.schedule is None:
         return None
     if total_steps is None:
@@ -84,14 +154,25 @@ def make_schedule(task: Task, optimizer: Optimizer, total_steps: int | None) -> 
             f"{task.name}: schedule() needs the number of steps, which is not set. Give --steps, or total_steps to "
             "open_session."
         )
-    schedule = task.schedule(optimizer, total_steps)
-    if isinstance(schedule, ReduceLROnPlateau):
-        raise TaskError(f"{task.name}: ReduceLROnPlateau follows a metric, not the step. Return another LRScheduler.")
-    if not isinstance(schedule, LRScheduler):
-        raise TaskError(
-            f"{task.name}: schedule() must return an LRScheduler, but it returned {type(schedule).__name__}."
-        )
-    return schedule
+    members = members_of(optimizer)
+    found = {}
+    for name, member in members.items():
+        named = {"name": name} if takes_name(task.schedule) else {}
+        schedule = task.schedule(member, total_steps, **named)
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise TaskError(
+                f"{task.name}: ReduceLROnPlateau follows a metric, not the step. Return another LRScheduler."
+            )
+        if schedule is None and len(members) > 1:
+            continue  # its rate stays as it is
+        if not isinstance(schedule, LRScheduler):
+            raise TaskError(
+                f"{task.name}: schedule() must return an LRScheduler, but it returned {type(schedule).__name__}."
+            )
+        found[name] = schedule
+    if len(members) == 1:
+        return next(iter(found.values()))
+    return CombinedSchedule(found) if found else None
 
 
 class LocalScaler(torch.amp.GradScaler):
@@ -103,9 +184,11 @@ class LocalScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
         views = []
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        for parameter, grad in ((p, p.grad) for p in parameters_of(optimizer)):
+            if grad is None:
+                continue
             view = local_part(parameter.detach())
-            view.grad = local_part(parameter.grad)
+            view.grad = local_part(grad)
             views.append(view)
         shim: Any = SimpleNamespace(param_groups=[{"params": views}])
         return super()._unscale_grads_(shim, *args)
@@ -134,14 +217,11 @@ class LocalScaler(torch.amp.GradScaler):
         new = [p for group in groups for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
         result = super().step(optimizer, *args, **kwargs)
         (skipped, *_) = self._found_inf_per_device(optimizer).values()
-        for parameter in new:
+        # Without state, torch did not call the step at all: it lets fused kernels alone skip an update by themselves.
+        for parameter in (p for p in new if optimizer.state.get(p)):
             momentum = local_part(optimizer.state[parameter]["momentum_buffer"])
             momentum.masked_fill_(skipped.to(momentum.device).reshape(()) > 0, 0.0)
         return result
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_bytes(tensor: Tensor) -> int:
@@ -154,13 +234,18 @@ def learning_rate(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else float("nan")
 
 
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """That of each of several optimizers, by name."""
+    members = members_of(optimizer)
+    return {name: learning_rate(member) for name, member in members.items()} if len(members) > 1 else {}
+
+
 def _step_mesh_by_mesh(optimizer: Optimizer) -> None:
     """Let foreach and fused kernels get only parameters of one mesh at a time.
 
     The groups stay as the task made them, for its schedule; they are split by mesh only during a step.
     """
-    every = [p for group in optimizer.param_groups for p in group["params"]]
-    if len({_mesh_of(p) for p in every}) < 2 or not type(optimizer).__module__.startswith("torch.optim"):
+    if len({_mesh_of(parameter) for parameter in parameters_of(optimizer)}) < 2:
         return
     step = optimizer.step
 
@@ -203,7 +288,7 @@ def _fused(optimizer: Optimizer, allow_unused: bool) -> Optimizer:
         return optimizer  # zeroed momentum would not make the next step a first one: see `LocalScaler.step`
     if has_step_hooks(optimizer):
         return optimizer  # the rebuilt optimizer would lose the task's hooks
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     if not parameters or any(not p.is_floating_point() for p in parameters):
         return optimizer
     if any(isinstance(p, DTensor) for p in parameters) and kind not in _FUSED_ON_SHARDS:

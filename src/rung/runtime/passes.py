@@ -36,7 +36,7 @@ class LossForward:
         # A micro-batch without a counted unit may have a mean of 0/0, whose gradient must not reach the model.
         counted = share > 0 if isinstance(share, Tensor) else None
         try:
-            with context.autocast():
+            with context.autocast(), context.step_log.micro_batch(micro, share):
                 loss: Tensor = self._module(micro.data, counted, micro.num_global_samples)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error) and shards_parameters(context.world.layout):
@@ -113,8 +113,7 @@ class MicroBatchLoop:
     def measure(self, window: LocalBatch) -> Iterator[Measured]:
         context = self._context
         for micro in window.micro_batches:
-            for norm in context.sync_norms:
-                norm.counted = micro.num_samples > 0
+            context.count(micro)
             with context.autocast():
                 output, target = call_model(context.task, context.model, micro.data)
                 yield measure(context.task, output, target, micro, context.world, context.batch_gather)

@@ -11,9 +11,9 @@ from rung.errors import DataError
 
 
 def check_same_samples(world: World, window: LocalBatch) -> None:
-    """Raise if ranks that share samples read different ones: their stages or tensor parts would not fit together."""
+    """Raise if ranks that share samples read different ones: their stages or parts would not fit together."""
     layout = world.layout
-    if not layout.is_composed or not world.has_peers:
+    if layout.num_data_ranks + layout.servers == layout.num_ranks or not world.has_peers:
         return
     checksum = torch.zeros((), dtype=torch.float64, device=world.device)
     for number, micro in enumerate(window.micro_batches, start=1):

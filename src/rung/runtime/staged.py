@@ -22,6 +22,7 @@ from rung.parallel import own_stages
 from rung.parallel.gradients import global_norm, gradient_figures
 from rung.parallel.pipeline.partition import Stages, crossing
 from rung.parallel.pipeline.schedule import Chunk
+from rung.runtime.base import Names
 from rung.runtime.context import RuntimeContext
 from rung.runtime.forward import call_model
 from rung.runtime.measure import measure, weighted
@@ -29,7 +30,7 @@ from rung.runtime.mesh import gradient_finalizers, loss_module
 from rung.runtime.passes import LossForward
 from rung.runtime.step import Passes, StepParts
 from rung.runtime.update import OptimizerUpdate, norm_over_ranks
-from rung.runtime.weights import gathered, share_buffers
+from rung.runtime.weights import gathered, wanted_tensors
 
 
 class StagedModel:
@@ -109,17 +110,15 @@ class StagedModel:
         own = global_norm([p for p in parameters if id(p) not in self._ties.counted_elsewhere])
         return norm_over_ranks(own, self._context.world, self.group)
 
-    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_weights(self, names: Names = None) -> Iterator[tuple[str, Tensor]]:
         """Each tensor from the first stage that holds it, through the ranks of the first pipeline, to the main rank."""
         context, world, layout = self._context, self._context.world, self._context.world.layout
-        share_buffers(context)
         own = set(own_stages(world))
         parts = {name: self._cut.stages_of_module(name) for name in dict.fromkeys(self._cut.calls)}
         canonical = _canonical_names(self._trace_forward.meta_model)
-        in_first = layout.data_rank(world.rank) == 0 and world.rank % layout.tp == 0  # in the main rank's pipeline
-        for name, value in context.model.state_dict().items():
-            if not isinstance(value, Tensor):
-                continue
+        # In the main rank's pipeline.
+        in_first = layout.data_rank(world.rank) == 0 and layout.is_first_of_samples(world.rank)
+        for name, value in wanted_tensors(context, names):
             context.status.touch()
             home = self._home(canonical.get(name, name), parts)
             # All ranks of that stage gather it; the one in the main rank's pipeline sends it.

@@ -22,11 +22,11 @@ from rung.data.rng import DeviceGenerators
 from rung.parallel.dropout import NoDropout, turn_off_dropout
 from rung.parallel.gradients import GradientFigures
 from rung.parallel.pipeline.schedule import Stage
-from rung.runtime.base import LocalStep, Probe, ReplicaThreads, Traffic
+from rung.runtime.base import LocalStep, Names, Probe, ReplicaThreads, Traffic
 from rung.runtime.context import ContextRuntime, RuntimeContext
 from rung.runtime.measure import Measured, add_measured, figures_of_set, shares_of
 from rung.runtime.module_state import ModuleState
-from rung.runtime.optimizer import learning_rate
+from rung.runtime.optimizer import learning_rate, learning_rates, takes_closure
 from rung.runtime.placement import BatchPlacement
 from rung.runtime.rank_state import RankLocalState
 from rung.runtime.samples import check_same_samples
@@ -87,6 +87,7 @@ class StepRuntime(ContextRuntime):
         self.stages, self.replica_threads = parts.stages, parts.replica_threads
         self.copies_of_stages = parts.copies_of_stages
         self._probe_traffic: dict[str, Traffic] = {}  # no traffic of a step
+        self._takes_closure = takes_closure(context.optimizer)
         self._placement = BatchPlacement(context.world, context.config)
 
     def place(self, windows: Iterable[LocalBatch]) -> Iterator[LocalBatch]:
@@ -97,7 +98,10 @@ class StepRuntime(ContextRuntime):
         with self._computing(window):
             buffers = context.own_buffers.versions() if is_first else {}
             loss_share = self._run_passes(window)
-            rate = learning_rate(self.optimizer)  # before the schedule's step in `update` changes it
+            # Before the schedule's step in `update` changes them.
+            rate, rates = learning_rate(self.optimizer), learning_rates(self.optimizer)
+            if self._takes_closure:
+                context.evaluate = self._evaluations(window, loss_share)
             context.enter("update")
             norm = self.parts.update(want_norm)
             if is_first:
@@ -111,7 +115,7 @@ class StepRuntime(ContextRuntime):
                 if self.parallel.is_divided:
                     context.own_buffers.refuse_created(buffers)
                 context.is_first_step = False
-        return LocalStep(loss_share, norm, rate)
+        return LocalStep(loss_share, norm, rate, rates, logged=context.step_log.take())
 
     def probe(self, window: LocalBatch) -> Probe:
         context, figures = self.context, self.parts.gradient_figures
@@ -126,6 +130,7 @@ class StepRuntime(ContextRuntime):
                 found = Probe(loss_share, figures() if figures is not None else None)
         finally:
             context.scaler, context.is_probing = scaler, False
+            context.step_log.take()  # no figures of a step
             self._probe_traffic = copy.deepcopy(self.parts.traffic())
             for parameter in self.model.parameters():
                 parameter.grad = None
@@ -165,6 +170,23 @@ class StepRuntime(ContextRuntime):
         counts = world.role.counts_loss and (context.batch_gather is None or world.role.data_rank == 0)
         return loss_share if counts else torch.zeros_like(loss_share)
 
+    def _evaluations(self, window: LocalBatch, first: Tensor) -> Callable[[], Tensor]:
+        """The global loss of a batch: as computed already, and in further calls with the weights as they are then."""
+        shares = [first]
+
+        def evaluate() -> Tensor:
+            if not shares:
+                for parameter in self.context.parameters:
+                    parameter.grad = None
+                shares.append(self._run_passes(window))
+                self.context.enter("update")
+            loss = shares.pop().detach().clone()
+            if self.world.has_peers:
+                dist.all_reduce(loss)
+            return loss
+
+        return evaluate
+
     @torch.no_grad()
     def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:
         context, world = self.context, self.world
@@ -188,8 +210,8 @@ class StepRuntime(ContextRuntime):
             pairs = {name: (own[2 * i], own[2 * i + 1]) for i, name in enumerate(names)}
             return figures_of_set(world, *((pairs, sums) if world.role.counts_loss else ({}, {})))
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.parts.named_weights()
+    def named_weights(self, names: Names = None) -> Iterator[tuple[str, Tensor]]:
+        return self.parts.named_weights(names)
 
     def state_bytes(self) -> dict[str, int]:
         return {**super().state_bytes(), **self.parts.further_bytes()}

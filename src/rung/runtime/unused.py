@@ -24,6 +24,15 @@ class UnusedParameters:
         layout = self._world.layout
         return self._mode == "allow" and layout.uses_fully_shard and layout.pp == 1
 
+    def notes(self) -> list[str]:
+        layout = self._world.layout
+        if self._mode != "allow" or not layout.uses_fully_shard or layout.pp == 1:
+            return []
+        return [
+            "unused_parameters=allow: in a pipeline with sharding, a parameter that no rank uses in a step has a "
+            "gradient of zeros, so weight decay and momentum still change it, which they do not on one device"
+        ]
+
     def reachable(self, loss: Tensor) -> set[str]:
         """Parameters that the loss depends on. Walks the graph only where sharding would hide it: see `check`."""
         if not self._tracks_use:

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rung.distributed.world import World
+from rung.errors import TaskError
+from rung.parallel.combined_optimizer import kind_of
 from rung.parallel.gradients import clip, global_norm
 from rung.runtime.context import RuntimeContext
-from rung.spec.abilities import keeps_whole_state
+from rung.spec.abilities import cuts_only_batch, keeps_whole_state
 
 
 class OptimizerUpdate:
@@ -52,12 +54,48 @@ class OptimizerUpdate:
         if update is not None and scaler is None:
             update.take_gradients()  # after clipping, which changes the whole gradients
         context.updates.begin()
-        step_scaled(context, self._step_optimizer)
+        step_scaled(context, self._step_optimizer if context.evaluate is None else self._step_with_closure)
         if update is not None:
             update.share_parameters()
             update.drop_gradients()
         end_update(context)
         return norm
+
+    def _step_with_closure(self) -> None:
+        """The first evaluation has been done, with its gradients clipped."""
+        context, evaluate, max_norm = self._context, self._context.evaluate, self._context.config.clip
+        assert evaluate is not None
+        num_evaluations = 0
+
+        @torch.enable_grad()
+        def closure() -> Tensor:
+            nonlocal num_evaluations
+            loss = evaluate()
+            num_evaluations += 1
+            if max_norm is not None and num_evaluations > 1:
+                clip(context.parameters, max_norm, self._norm(context.parameters))
+            return loss
+
+        context.optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def refuse_closure(context: RuntimeContext) -> None:
+    """Only where every rank holds the whole model does an optimizer that evaluates the loss itself take one way."""
+    layout, config = context.world.layout, context.config
+    name, reason = kind_of(context.optimizer), None
+    if not keeps_whole_state(layout) or not cuts_only_batch(layout):
+        reason = f"under {layout.name} no rank has the whole gradient, from which it chooses its next step"
+    elif config.compress != "none" or config.local_steps > 1:
+        reason = "with --compress or --local-steps ranks have gradients of their own"
+    elif context.scaler is not None:
+        reason = "with --precision fp16 gradients are scaled, and a step that overflows is skipped"
+    elif context.world.tensors.fake_mode is not None:
+        reason = "how often depends on the values, so it cannot be planned"
+    if reason is not None:
+        raise TaskError(
+            f"{context.task.name}: {name} evaluates the loss several times a step: {reason}. It trains under single, "
+            "ddp and dp, in fp32, fp64 or bf16; AdamW trains under every strategy."
+        )
 
 
 def step_scaled(context: RuntimeContext, step_optimizer: Callable[[], object] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (`--ema`), as torch.optim.swa_utils computes it.
+"""An average of the weights, as torch.optim.swa_utils computes it: exponential (`--ema`) or equal (`--swa-start`).
 
 It lies in the optimizer's state of each parameter, under a key of its own: so it is sharded as that is, is part of
 checkpoints, and goes to any other layout. Each rank averages what it updates, and nothing is sent.
@@ -12,19 +12,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from rung.parallel.gather import local_part
 from rung.runtime.base import AVERAGE
 from rung.runtime.context import RuntimeContext
-from rung.runtime.optimizer import local_part
+from rung.spec.config import RunConfig
+
+_UPDATES = "updates"  # the key of the number of updates, which checkpoints keep
+
+
+def averages_of(context: RuntimeContext, config: RunConfig) -> WeightAverage | None:
+    if config.ema is not None:
+        return WeightAverage(context, decay=config.ema)
+    return WeightAverage(context, start=config.swa_start) if config.swa_start is not None else None
 
 
 class WeightAverage:
     """Averages the weights after each update of the optimizer, and puts the average in their place for a while."""
 
-    def __init__(self, context: RuntimeContext, decay: float) -> None:
+    def __init__(self, context: RuntimeContext, *, decay: float | None = None, start: int = 1) -> None:
+        """With `decay` an exponential average, else an equal one; of the weights from the update `start` on."""
         self._optimizer, self._update = context.optimizer, context.sharded_update
-        self._combine: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._combine: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._start, self._counts = start, decay is None
+        self._updates = 0
         self._kept: dict[Tensor, Tensor] = {}  # while the optimizer steps
         self._optimizer.register_step_pre_hook(self._put_aside)
         self._optimizer.register_step_post_hook(self._follow)
@@ -38,6 +50,7 @@ class WeightAverage:
         A parameter that never had a gradient has no state, and is its own average until now.
         """
         parameters, state = self._parameters(), self._optimizer.state
+        self._updates = 1 + max((state.get(p, {}).pop(_UPDATES, 0) for p in parameters), default=0)
         for parameter in parameters:
             if AVERAGE in state.get(parameter, {}):
                 self._kept[parameter] = state[parameter].pop(AVERAGE)
@@ -52,11 +65,16 @@ class WeightAverage:
         known = [parameter for parameter in parameters if parameter in self._kept]
         if known:
             averages = [local_part(self._kept[parameter]) for parameter in known]
-            self._combine(averages, [local_part(parameter.detach()) for parameter in known], 0)
-        else:
+            # An equal average needs to know of how many weights it is one.
+            self._combine(averages, [local_part(p.detach()) for p in known], self._updates - self._start)
+        elif self._updates >= self._start or not self._counts:
             self._kept = {p: p.detach().clone() for p in parameters if p.grad is not None}
         for parameter, average in self._kept.items():
             self._optimizer.state[parameter][AVERAGE] = average
+        if self._counts:
+            for parameter in parameters:
+                if parameter.grad is not None or self._optimizer.state.get(parameter):
+                    self._optimizer.state[parameter][_UPDATES] = self._updates
         self._kept.clear()
 
     @contextmanager

@@ -5,24 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rung.distributed.collectives import broadcast_from
 from rung.parallel.gather import whole_tensor
+from rung.runtime.base import Names
 from rung.runtime.context import RuntimeContext
 
-NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]  # of a module's state dict
+NamedWeights = Callable[[Names], Iterator[tuple[str, Tensor]]]  # of a module's state dict
 
 
-def gathered_weights(context: RuntimeContext) -> Iterator[tuple[str, Tensor]]:
+def gathered_weights(context: RuntimeContext, names: Names = None) -> Iterator[tuple[str, Tensor]]:
     """The state dict, from ranks that each hold all tensors or a shard of each."""
-    share_buffers(context)
-    for name, value in context.model.state_dict().items():
-        if isinstance(value, Tensor):
-            context.status.touch()
-            whole = gathered(value, context.world.device)
-            yield name, whole.cpu() if context.world.is_main else torch.empty(0)
+    for name, value in wanted_tensors(context, names):
+        context.status.touch()
+        whole = gathered(value, context.world.device)
+        yield name, whole.cpu() if context.world.is_main else torch.empty(0)
+
+
+def wanted_tensors(context: RuntimeContext, names: Names) -> list[tuple[str, Tensor]]:
+    """These tensors of the state dict as this rank has them. Without names all, after buffers were made the same."""
+    if names is None:
+        share_buffers(context)
+    found = context.model.state_dict(keep_vars=True).items()
+    return [(n, value) for n, value in found if isinstance(value, Tensor) and (names is None or n in names)]
 
 
 def gathered(value: Tensor, device: torch.device) -> Tensor:
@@ -33,9 +41,9 @@ def gathered(value: Tensor, device: torch.device) -> Tensor:
 def share_buffers(context: RuntimeContext) -> None:
     """Broadcast the first data rank's buffers, where they may differ (running statistics of a local batch norm)."""
     world = context.world
-    if world.layout.num_data_ranks == 1:
+    if world.layout.num_gradient_ranks == 1:
         return
     with world.tensors.mode():
         for _, buffer in context.own_buffers.named():
             if buffer.numel() > 0:
-                broadcast_from(world.data_source, buffer, world.data_group)
+                broadcast_from(dist.get_global_rank(world.gradient_group, 0), buffer, world.gradient_group)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rung.spec.presets import ABILITIES, PRESETS, SCHEDULES, Refusal, givers
 from rung.spec.strategy import Layout, parse, required_num_ranks, split
+from rung.system.units import plural
 
 
 def can(layout: Layout, ability: str) -> bool:
@@ -58,31 +59,66 @@ def rung_of(layout: Layout) -> float:
     if layout.num_ranks == 1:
         return 0
     if layout.is_composed:
-        return 4 + (layout.pp > 1) + (layout.tp > 1) + (layout.num_data_ranks > 1)
+        cuts = (layout.pp, layout.tp, layout.cp, layout.ep)
+        return 4 + sum(size > 1 for size in cuts) + (layout.num_data_ranks > layout.ep)
+    if layout.cp > 1:
+        return 5 + (layout.num_data_ranks > 1) + (layout.zero > 0)
     return PRESETS[presets_of(layout)[0]].rung + (layout.dp_replicate > 1 and layout.dp_shard > 1)
+
+
+def describe_layout(layout: Layout) -> str:
+    """A layout in words, for the first line of a run."""
+    if layout.servers:
+        return f"{layout.name}: {plural(layout.servers, 'server')} + {plural(layout.dp_replicate, 'trainer')}"
+    if layout.kind == "dp":
+        return f"{layout.name}: one process, {layout.devices or 'all'} devices"
+    if layout.kind == "rpc-pp":
+        return f"{layout.name}: {layout.pp} stages over RPC"
+    parts = []
+    if layout.pp > 1:
+        each = f", {layout.stages_per_rank} a rank" if layout.stages_per_rank > 1 else ""
+        parts.append(f"{layout.num_stages} stages ({layout.schedule}{each})")
+    if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        parts.append(f"{layout.dp_replicate} replicas x {layout.dp_shard} shards")
+    elif layout.num_gradient_ranks > 1:
+        parts.append(f"{layout.num_gradient_ranks} {'shards' if layout.dp_shard > 1 else 'replicas'}")
+    if layout.cp > 1:
+        parts[-1] += f" (sequences cut in {layout.cp})"
+    if layout.ep > 1:
+        parts[-1] += f" (experts shared out among {layout.ep})"
+    if layout.tp > 1:
+        parts.append(f"tensors cut in {layout.tp}")
+    return f"{layout.name}: {' x '.join(parts) if parts else 'one process'}"
+
+
+def optional_ranks(layout: Layout) -> range:
+    """Ranks whose loss the job survives: they hold no state, and their work is given to other ranks."""
+    return range(layout.servers, layout.num_ranks) if layout.kind == "ps-async" else range(0)
 
 
 def title_of(layout: Layout) -> str:
     """The field's name for a data-parallel layout, or its own for a composition."""
-    return layout.name if layout.is_composed else PRESETS[presets_of(layout)[0]].title
+    return layout.name if layout.is_composed or layout.cp > 1 else PRESETS[presets_of(layout)[0]].title
 
 
 def topology(layout: Layout) -> dict[str, Any]:
     """The properties that must be equal for a run to resume bit by bit."""
     found = {"axes": layout.axes, "zero": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
+    found |= {name: size for name, size in (("cp", layout.cp), ("ep", layout.ep)) if size > 1}
     alone = {"kind": layout.kind, "servers": layout.servers, "devices": layout.devices}
     return found if layout.kind == "mesh" else {**found, **alone}
 
 
 def num_parts(layout: Layout, state: str) -> int:
-    """The number of parts into which a replica's "parameters", "gradients" or "optimizer" state is divided."""
+    """The largest number of parts into which a replica's "parameters", "gradients" or "optimizer" state is divided:
+    ranks that share out experts hold the rest as often as others do."""
     from_zero = {"parameters": 3, "gradients": 2, "optimizer": 1}[state]
-    return layout.pp * layout.tp * (layout.dp_shard if layout.zero >= from_zero else 1)
+    return layout.pp * layout.tp * (layout.dp_shard if layout.zero >= from_zero else layout.ep)
 
 
-def family(layout: Layout) -> tuple[int, int, bool]:
+def family(layout: Layout) -> tuple[int, int, int, int, bool]:
     """A key that is equal for layouts that differ only in the number of stages."""
-    return layout.tp, layout.zero, layout.dp_replicate > 1 and layout.dp_shard > 1
+    return layout.tp, layout.cp, layout.ep, layout.zero, layout.dp_replicate > 1 and layout.dp_shard > 1
 
 
 def mechanisms(layout: Layout) -> frozenset[str]:
@@ -91,6 +127,8 @@ def mechanisms(layout: Layout) -> frozenset[str]:
         "ddp": layout.uses_ddp,
         "zero1": layout.zero == 1,
         "fully_shard": layout.uses_fully_shard,
+        "cp": layout.cp > 1,
+        "ep": layout.ep > 1,
         "tp": layout.tp > 1,
         "pp": layout.pp > 1,
     }
@@ -107,15 +145,20 @@ def shards_parameters(layout: Layout) -> bool:
     return layout.zero >= 2
 
 
+def shards_alone(layout: Layout) -> bool:
+    """Whether sharding is all that divides a parameter."""
+    return layout.dp_shard > 1 and layout.tp == 1 and layout.ep == 1
+
+
 def runs_units_together(layout: Layout) -> bool:
     """Whether FSDP2 gathers units from data ranks that therefore must run the same ones, without a pipeline's order."""
-    return layout.uses_fully_shard and layout.num_data_ranks > 1 and layout.pp == 1
+    return layout.uses_fully_shard and layout.num_gradient_ranks > 1 and layout.pp == 1
 
 
 def compiles_blocks(layout: Layout) -> bool:
     """Whether `--compile` compiles block by block, because communication between blocks cannot be compiled; else the
     whole model with its loss."""
-    return layout.uses_fully_shard or layout.is_composed
+    return layout.uses_fully_shard or layout.is_composed or layout.cp > 1
 
 
 def reshards_after_forward(layout: Layout) -> bool:
@@ -125,7 +168,7 @@ def reshards_after_forward(layout: Layout) -> bool:
 
 def cuts_only_batch(layout: Layout) -> bool:
     """Whether every rank computes the whole model and communicates only by collectives."""
-    return not layout.is_composed and not can(layout, "rpc")
+    return not layout.is_composed and layout.cp == 1 and not can(layout, "rpc")
 
 
 def runs_threads(layout: Layout) -> bool:

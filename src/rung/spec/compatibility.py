@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rung.errors import ConfigError
+from rung.errors import ConfigError, StrategyError
 from rung.spec.abilities import can, why_not
 from rung.spec.best_metric import parse_best
 from rung.spec.config import SETTINGS, RunConfig
 from rung.spec.gradient_sync import validate_gradient_sync
+from rung.spec.lora import parse_lora
 from rung.spec.observability import profiled_steps
 from rung.spec.presets import ABILITIES, Ability, ability_settings
 from rung.spec.strategy import Layout
@@ -23,17 +24,43 @@ def validate_config(config: RunConfig, layout: Layout) -> None:
         if reason is not None:
             raise ConfigError(reason)
     validate_gradient_sync(config)
-    if config.ema is not None and config.local_steps > 1:
+    if config.ema is not None and config.swa_start is not None:
         raise ConfigError(
-            f"--ema {config.ema} averages the weights of every step, and with --local-steps {config.local_steps} each "
-            "rank has others. Leave one of them out."
+            f"--ema {config.ema} and --swa-start {config.swa_start} are two averages of the weights, and a run keeps "
+            "one. Leave one of them out."
         )
-    if config.eval_weights != "average" and config.ema is None:
-        raise ConfigError(f"eval_weights={config.eval_weights} is for --ema, which is not set.")
+    averages = next((name for name in ("ema", "swa_start") if getattr(config, name) is not None), None)
+    if averages is not None and config.local_steps > 1:
+        raise ConfigError(
+            f"{as_given(config, averages)} averages the weights of every step, and with --local-steps "
+            f"{config.local_steps} each rank has others. Leave one of them out."
+        )
+    if config.eval_weights != "average" and averages is None:
+        raise ConfigError(f"eval_weights={config.eval_weights} is for --ema and --swa-start, and neither is set.")
+    if config.swa_start is not None and config.steps is not None and config.swa_start > config.steps:
+        raise ConfigError(f"--swa-start {config.swa_start} is after the last step, {config.steps}.")
+    if config.lora is not None and parse_lora(config.lora).base == "bf16" and config.precision != "bf16":
+        raise ConfigError(
+            f"--lora {config.lora}: layers that are kept in bf16 compute in it, and --precision is {config.precision}. "
+            "Use --precision bf16, or leave base out."
+        )
     if config.profile is not None and config.steps is not None and profiled_steps(config.profile)[0] > config.steps:
         raise ConfigError(f"--profile {config.profile} begins after the last step, {config.steps}.")
     if config.micro_batch is not None and config.micro_batch > config.batch_size:
         raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")
+
+
+def refuse_task(task: Task, layout: Layout) -> None:
+    """Refuse what the task has and the layout cannot do."""
+    logs = [f"log in {name}()" for name in task.logging_functions()]
+    asked = {
+        "hooks": [*(f"{name}()" for name in task.hooks()), *logs],
+        "forward_log": [text for text in logs if "forward" in text],
+    }
+    for ability, found in asked.items():
+        reason = why_not(layout, ability, found[0]) if found else None
+        if reason is not None:
+            raise StrategyError(f"{task.name}: {reason}")
 
 
 def is_requested(config: RunConfig, ability: Ability) -> bool:

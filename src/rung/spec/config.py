@@ -17,12 +17,14 @@ from typing import Any
 from rung.errors import ConfigError, nearest
 from rung.spec.best_metric import parse_best
 from rung.spec.gradient_sync import parse_compression
+from rung.spec.lora import parse_lora
 from rung.spec.observability import profiled_steps, tracker_names
 from rung.spec.presets import SCHEDULES
 from rung.spec.task import ROLES, Task, coerce
 from rung.system.untrusted import read_regular, refuse_extremes
 
 _MAX_FILE = 2**20  # bytes of a settings file
+CP_FORMS = ("ulysses", "gather", "ring")  # how context parallelism exchanges positions
 
 
 def _setting(default: Any, help: str, kind: type, choices: tuple[str, ...] = (), flag: bool = False) -> Any:
@@ -57,6 +59,9 @@ class RunConfig:
         None, "weights to begin with: a .safetensors or .pt file, or a Hugging Face folder", str, flag=True
     )
     init_partial: bool = _setting(False, "take what fits of --init, and leave the rest as it is", bool, flag=True)
+    lora: str | None = _setting(
+        None, "train low-rank adapters beside frozen layers: r=16,alpha=32,targets=q_proj+v_proj", str, flag=True
+    )
     seed: int = _setting(0, "seed of weights, sample order and random streams", int, flag=True)
     shuffle: bool | None = _setting(None, "a new sample order every epoch, or the data set's own", bool, flag=True)
     precision: str = _setting(
@@ -68,6 +73,9 @@ class RunConfig:
     )
     clip: float | None = _setting(None, "clip gradients to this global norm", float, flag=True)
     ema: float | None = _setting(None, "keep an average of the weights that decays by this, as 0.999", float, flag=True)
+    swa_start: int | None = _setting(
+        None, "keep the equal average of the weights after this update and all later ones (SWA)", int, flag=True
+    )
     compile: bool = _setting(False, "torch.compile the model", bool, flag=True)
     activation_checkpointing: str = _setting(
         "none",
@@ -91,6 +99,13 @@ class RunConfig:
     )
     sequence_parallel: bool = _setting(
         False, "shard activations between tensor-parallel layers along the sequence", bool, flag=True
+    )
+    cp_form: str = _setting(
+        "auto",
+        "how context parallelism exchanges positions: ulysses (by heads), gather (keys and values), ring (the same, a "
+        "rank's at a time), or by what fits",
+        str,
+        ("auto", *CP_FORMS),
     )
     shard_by: str = _setting("block", "parameters to gather at a time: block, size:10M or whole", str, flag=True)
     servers: int | None = _setting(
@@ -137,7 +152,9 @@ class RunConfig:
         True, "compare the first step on several ranks with one process; --no-check leaves it out", bool, flag=True
     )
     timeout: int = _setting(600, "seconds without progress after which a job counts as hung", int, flag=True)
-    out: str | None = _setting(None, "run directory; default: runs/<task>-<strategy>-<time>", str, flag=True)
+    out: str | None = _setting(
+        None, "run directory, or s3://BUCKET/RUN; default: runs/<task>-<strategy>-<time>", str, flag=True
+    )
 
     profile: str | None = _setting(
         None, "trace a step with torch's profiler on every rank, or several: 10:13 (RUN/profile/)", str, flag=True
@@ -188,7 +205,7 @@ class RunConfig:
     log_every: int = _setting(10, "steps between two reads of metrics from the device", int)
     eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)
     eval_weights: str = _setting(
-        "average", "evaluate the average of --ema, or the own weights", str, ("average", "own")
+        "average", "evaluate the average of --ema or --swa-start, or the own weights", str, ("average", "own")
     )
     save_weights: bool = _setting(True, "write model.safetensors at the end", bool)
     keep_every: int | None = _setting(None, "also keep every checkpoint whose step is a multiple of this", int)
@@ -201,6 +218,7 @@ class RunConfig:
     check_every: int = _setting(
         100, "steps between two comparisons of the weights that ranks hold in common; 0: never", int
     )
+    store_timeout: int = _setting(60, "seconds for which a request that a store refuses is tried again", int)
     async_save: bool = _setting(True, "write checkpoints in the background", bool)
     grace_seconds: int = _setting(30, "seconds to save and exit after SIGTERM or SIGUSR1", int)
     oom_retry: bool = _setting(True, "when out of memory, continue with half the micro-batch", bool)
@@ -210,11 +228,19 @@ _MAX_CHARACTERS = 4096  # of a value; Python converts at most 4300 digits to an 
 _COUNT = re.compile("[0-9]{1,15}")
 _AT_LEAST_ONE = (
     "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep", "keep_every",
-    "grace_seconds", "servers", "local_steps", "patience",
+    "grace_seconds", "servers", "local_steps", "patience", "swa_start", "store_timeout",
 )  # fmt: skip
 _WORDS_OR_COUNT = {"eval_every": (("epoch", "never"), "steps"), "chunked_loss": (("auto", "never"), "rows")}
 # Upper limits as powers of 2. Other counts are below 2**48, as in checkpoints.
-_BITS = {"seed": 63, "timeout": 31, "grace_seconds": 31, "workers": 16, "servers": 20, "max_restarts": 31}
+_BITS = {
+    "seed": 63,
+    "timeout": 31,
+    "store_timeout": 31,
+    "grace_seconds": 31,
+    "workers": 16,
+    "servers": 20,
+    "max_restarts": 31,
+}
 SETTINGS = {f.name: f for f in fields(RunConfig)}
 FLAGS = [name for name, f in SETTINGS.items() if f.metadata["flag"]]
 
@@ -280,7 +306,9 @@ def check(key: str, value: Any) -> Any:
         if SETTINGS[key].default is None:
             return None
         raise ConfigError(f"{key} needs a value.")
-    if key == "workers" and value == "auto":
+    if key == "workers" and isinstance(value, str) and not value.strip().lstrip("-").isdigit():
+        if value != "auto":
+            raise ConfigError(f"workers is a whole number or auto, not {value!r}.")
         return value
     if key in ("nproc", "nnodes", "profile") and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
@@ -325,6 +353,7 @@ _PARSED: dict[str, Callable[[str], object]] = {
     "shard_by": lambda text: shard_size(text),
     "compress": parse_compression,
     "keep_best": parse_best,
+    "lora": parse_lora,
     "profile": profiled_steps,
     "log": tracker_names,
 }

@@ -56,6 +56,8 @@ ABILITIES: dict[str, Ability] = {
     "split": Ability("`--split`", ("split",), lacking=_NO_PIPELINE),
     "sequence_parallel": Ability("`--sequence-parallel`", ("sequence_parallel",), lacking=Refusal(
         "{asked} belongs to tensor parallelism, and {name} has none.", "Use tp, as in 'fsdp,tp2'.")),
+    "cp_form": Ability("`cp_form`", ("cp_form",), lacking=Refusal(
+        "{asked} belongs to context parallelism, and {name} has none.", "Use cp, as in 'fsdp,cp2'.")),
     "servers": Ability("`--servers`", ("servers",), lacking=Refusal(
         "{asked} is for strategies with servers, and {name} has no servers.", _OR_LEAVE_OUT)),
     "staleness": Ability("`--staleness`", ("staleness",), lacking=Refusal(
@@ -75,11 +77,15 @@ ABILITIES: dict[str, Ability] = {
     "accumulate": Ability("`--micro-batch`", ("micro_batch",)),
     "clip": Ability("`--clip`", ("clip",)),
     "ema": Ability("`--ema`", ("ema", "eval_weights")),
+    "swa": Ability("`--swa-start`", ("swa_start",)),
+    "lora": Ability("`--lora`", ("lora",)),
     "batch_norm_sync": Ability("`batch_norm=sync`"),
     "chunked_loss": Ability("`chunked_loss`: cross entropy without keeping logits"),
     "remote_modules": Ability(
         "a task's `remote` modules", lacking=Refusal("{name} keeps no modules on servers.", _OR_LEAVE_OUT)),
     "iterable_data": Ability("an iterable data set"),
+    "hooks": Ability("a task's hooks and `log`"),
+    "forward_log": Ability("`log` in a task's `forward`"),
     "resume": Ability("`--resume`, from any other strategy"),
     "elastic": Ability("`--nproc MIN:MAX`, `--nnodes MIN:MAX`"),
     "session": Ability("`rung.open_session`"),
@@ -136,11 +142,17 @@ _SENDS_CALLS = {
     ),
     "trace": Refusal("{name} sends calls between processes or threads, which are not traced.", "Use {stand_in}."),
 }
+_NO_AVERAGE = Refusal(
+    "{asked} averages weights where they are updated, and under {name} servers or stages do that by calls.",
+    "Use {stand_in}, or leave it out.",
+)
 _OVER_RPC = {
-    "ema": Refusal(
-        "{asked} averages weights where they are updated, and under {name} servers or stages do that by calls.",
+    "lora": Refusal(
+        "{asked} trains few weights beside frozen ones, and under {name} servers or stages hold them by calls.",
         "Use {stand_in}, or leave it out.",
     ),
+    "ema": _NO_AVERAGE,
+    "swa": _NO_AVERAGE,
     "fp16": Refusal(
         "{name} updates parameters on ranks without a loss, which cannot detect an overflow of gradients.",
         "Use --precision bf16 or fp32.",
@@ -154,6 +166,10 @@ _OVER_RPC = {
 _ONE_PROCESS = Refusal("{asked}: one process sends no gradients.", "Use --nproc 2 or more, with ddp, or leave it out.")
 _CUTS_MODEL = {"compress": _ONLY_DDP, "local_steps": _ONLY_DDP}
 _KEEPS_LOGITS = Refusal("{asked}: under {name} the logits are an output that is handed on before the loss.", _OR_NEVER)
+_NO_COMMON_STEP = Refusal(
+    "{asked}: under {name} trainers take no steps together, and no rank has the figures of one.",
+    "Use ps, or leave it out.",
+)
 _EVERYWHERE = ("alone", "composed")
 _SHARDED = ("offload",)
 
@@ -189,15 +205,20 @@ PRESETS: dict[str, Preset] = {
     "tp": Preset(
         "tp", 0, "tensor parallel: the matrices of each layer sharded over the ranks",
         rung=5, gives=("sequence_parallel",),
-        refuses={
-            "chunked_loss": Refusal("{asked}: {name} cuts the output layer, so each rank has few logits.", _OR_NEVER),
-            **_CUTS_MODEL,
-        },
+        refuses=_CUTS_MODEL,
     ),
     "pp": Preset(
         "pp", 0, "pipeline parallel: the layers divided into stages; pp2:gpipe also sets the schedule",
         rung=5, gives=("schedule", "other_schedules", "split"),
         refuses=_CUTS_MODEL,
+    ),
+    "cp": Preset(
+        "cp", 0, "context parallel: the positions of each sequence shared out; attention exchanges keys and values",
+        title="context parallel", rung=5, gives=("cp_form",), refuses=_CUTS_MODEL,
+    ),
+    "ep": Preset(
+        "ep", 0, "expert parallel: data-parallel neighbours share out the experts of a layer and exchange tokens",
+        title="expert parallel", rung=5, refuses=_CUTS_MODEL,
     ),
     "dp": Preset(
         "devices", 0, "DataParallel: one process with a thread for each device; dp4 uses four devices",
@@ -207,6 +228,9 @@ PRESETS: dict[str, Preset] = {
                 "{name} runs copies of the model in threads, which torch.compile does not support.",
                 "Use ddp with --compile, or leave it out."),
             "check": Refusal("{name} is one process.", "Use `rung verify`."),
+            "forward_log": Refusal(
+                "{asked}: {name} runs forward in threads, on parts of a batch that may differ in size.",
+                "Use log in loss(), or ddp."),
             "chunked_loss": _KEEPS_LOGITS,
             "batch_norm_sync": Refusal("under {name} a batch norm sees one replica's part of the batch.", "Use ddp."),
             **_SENDS_CALLS,
@@ -230,6 +254,8 @@ PRESETS: dict[str, Preset] = {
             "profile": Refusal(
                 "{asked} traces steps that all ranks take together, and under {name} there are none.", "Use ps."),
             "session": Refusal("{name} has no steps that all processes take together.", "Use `rung train`, or ps."),
+            "hooks": _NO_COMMON_STEP,
+            "forward_log": _NO_COMMON_STEP,
             "iterable_data": Refusal(
                 "{name} hands out batches in any order, and an iterable data set has a fixed one.", "Use ps."),
             "check": Refusal("{name} has no steps that all processes take together.", "Use ps."),

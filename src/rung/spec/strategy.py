@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rung.errors import StrategyError, nearest
 from rung.spec.presets import PRESETS, SCHEDULES
+from rung.system.units import plural
 
 DEFAULT_SCHEDULE = "1f1b"
 
@@ -26,6 +28,12 @@ class Layout:
     zero: the state that is sharded along dp_shard. 0 nothing, 1 the optimizer state, 2 also gradients, 3 also
     parameters. With zero 0 and 1 the parameters are whole on every rank.
 
+    cp: how many neighbours along the data axes share samples, each with a part of the positions of a sequence. They
+    are counted in dp_replicate or dp_shard, because gradients and shards do not tell them from other data ranks.
+
+    ep: how many neighbours along the data axis share out the experts of a layer, each with some whole ones; also
+    counted in dp_replicate or dp_shard, because everything but the experts is data parallel.
+
     kind: "mesh", or the name of a strategy that cannot be composed. Servers are the first ranks; the trainers, which
     replicate the model, follow. devices: the replicas of dp; 0 means one for each device.
     """
@@ -36,6 +44,8 @@ class Layout:
     zero: int = 0
     pp: int = 1
     tp: int = 1
+    cp: int = 1
+    ep: int = 1
     schedule: str = DEFAULT_SCHEDULE
     kind: str = "mesh"
     servers: int = 0
@@ -48,7 +58,12 @@ class Layout:
     @property
     def num_data_ranks(self) -> int:
         """Ranks that read different samples of a batch. Under ps-async a trainer reads whole batches."""
-        return 1 if self.kind == "ps-async" else self.dp_replicate * self.dp_shard
+        return 1 if self.kind == "ps-async" else self.num_gradient_ranks // self.cp
+
+    @property
+    def num_gradient_ranks(self) -> int:
+        """Ranks that compute gradients of the same part of the model, which are averaged."""
+        return self.dp_replicate * self.dp_shard
 
     @property
     def num_stages(self) -> int:
@@ -65,39 +80,34 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """A rank's coordinate on each axis. Servers are outside of the mesh; theirs are 0."""
-        found: dict[str, int] = {}
-        rank = max(0, rank - self.servers)
-        for axis, size in reversed(self.axes.items()):
-            rank, found[axis] = divmod(rank, size)
-        return {axis: found[axis] for axis in self.axes}
+        return coordinates(self.axes, max(0, rank - self.servers))
 
     def data_rank(self, rank: int) -> int:
         """The share of the batch that a rank reads, of `num_data_ranks`."""
-        return max(0, rank - self.servers) // self.tp % self.num_data_ranks
+        return max(0, rank - self.servers) // (self.tp * self.cp) % self.num_data_ranks
+
+    def is_first_of_samples(self, rank: int) -> bool:
+        """Whether a rank is the first of those that share samples and a stage."""
+        return max(0, rank - self.servers) % (self.tp * self.cp) == 0
 
     def counts_loss(self, rank: int) -> bool:
-        """Whether a rank's loss is counted: it is the first of its tensor group, on the last stage."""
-        at = self.coordinates(rank)
-        return at["tp"] == 0 and at["pp"] == self.pp - 1 and not self.is_server(rank)
+        """Whether a rank's loss is counted: it is the first of those that have the same one, on the last stage."""
+        is_last = self.coordinates(rank)["pp"] == self.pp - 1
+        return is_last and self.is_first_of_samples(rank) and not self.is_server(rank)
 
     def is_server(self, rank: int) -> bool:
         """Whether a rank holds parameters for trainers and computes no loss."""
         return rank < self.servers
 
     @property
-    def optional_ranks(self) -> range:
-        """Ranks whose loss the job survives: they hold no state, and their work is given to other ranks."""
-        return range(self.servers, self.num_ranks) if self.kind == "ps-async" else range(0)
-
-    @property
     def is_composed(self) -> bool:
-        """Whether the model itself is cut, by pipeline or tensor parallelism."""
-        return self.pp > 1 or self.tp > 1
+        """Whether the model itself is cut, by pipeline, tensor or expert parallelism."""
+        return self.pp > 1 or self.tp > 1 or self.ep > 1
 
     @property
     def uses_fully_shard(self) -> bool:
         """Whether FSDP2 does the data parallelism: if parameters are sharded, and in every composition."""
-        return self.zero >= 2 or (self.is_composed and self.num_data_ranks > 1)
+        return self.zero >= 2 or (self.is_composed and self.num_gradient_ranks > 1)
 
     @property
     def uses_ddp(self) -> bool:
@@ -109,29 +119,24 @@ class Layout:
     def is_distributed(self) -> bool:
         return self.name != "single" and self.kind != "dp"
 
-    def describe(self) -> str:
-        if self.name == "single":
-            return "single: one process"
-        if self.kind == "dp":
-            return f"{self.name}: one process, {self.devices or 'all'} devices"
-        if self.servers:
-            return f"{self.name}: {_many(self.servers, 'server')} + {_many(self.dp_replicate, 'trainer')}"
-        if self.kind == "rpc-pp":
-            return f"{self.name}: {self.pp} stages over RPC"
-        parts = []
-        if self.pp > 1:
-            each = f", {self.stages_per_rank} a rank" if self.stages_per_rank > 1 else ""
-            parts.append(f"{self.num_stages} stages ({self.schedule}{each})")
-        if self.dp_replicate > 1 and self.dp_shard > 1:
-            parts.append(f"{self.dp_replicate} replicas x {self.dp_shard} shards")
-        elif self.num_data_ranks > 1:
-            parts.append(f"{self.num_data_ranks} {'shards' if self.dp_shard > 1 else 'replicas'}")
-        if self.tp > 1:
-            parts.append(f"tensors cut in {self.tp}")
-        return f"{self.name}: {' x '.join(parts) if parts else 'one process'}"
+
+def expert_axes(layout: Layout) -> dict[str, int]:
+    """The same ranks in the same order, as the parameters of experts are divided: among neighbours of the data axis in
+    which they are counted, and each part as other parameters are among the rest of it."""
+    replicate, shard = layout.dp_replicate, layout.dp_shard
+    replicate, shard = (replicate, shard // layout.ep) if layout.zero else (replicate // layout.ep, shard)
+    return {"pp": layout.pp, "expert_replicate": replicate, "expert_shard": shard, "ep": layout.ep, "tp": layout.tp}
 
 
-_ORDER = ("pp", "data", "tp")
+def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """The coordinate of the rank on each axis of a mesh."""
+    found: dict[str, int] = {}
+    for axis in reversed(list(axes)):
+        rank, found[axis] = divmod(rank, axes[axis])
+    return {axis: found[axis] for axis in axes}
+
+
+_ORDER = ("pp", "data", "cp", "ep", "tp")
 
 
 @dataclass(frozen=True)
@@ -157,8 +162,9 @@ def parse(
 ) -> Layout:
     """Parse a strategy for `num_ranks` processes.
 
-    An unsized name takes the ranks that are left; sized ones (`ddp4`, `fsdp2`, `zero1x4`, `hsdp2x2`, `pp2`, `tp2`) must
-    match them. Unsized hsdp shards inside a host and replicates across hosts; on one host it makes two replicas.
+    An unsized name takes the ranks that are left; sized ones (`ddp4`, `zero1x4`, `hsdp2x2`, `pp2`, `cp2`, `tp2`) must
+    match them. `ep2` takes no ranks of its own beside a data-parallel name, and stands for `ddp2,ep2` without one.
+    Unsized hsdp shards inside a host and replicates across hosts; on one host it makes two replicas.
     `schedule` applies to a pipeline without one in `text`, `servers` to strategies with servers.
     """
     parts = split(text)
@@ -173,9 +179,8 @@ def parse(
                 f"Use --nproc 1, or a strategy for {num_ranks} processes such as 'ddp'."
             )
         return Layout("single")
-    sized = {part.name: math.prod(part.sizes) for part in parts if part.sizes}
-    unsized = [part for part in parts if not part.sizes]
-    taken = math.prod(sized.values())
+    unsized = [part for part in _taking_ranks(parts) if not part.sizes]
+    taken = math.prod(math.prod(part.sizes) for part in _taking_ranks(parts))
     if not unsized and taken != num_ranks:
         open_name = ",".join(part.name if part.slot == "data" else part.text for part in parts)
         other = f", or {open_name!r}, whose unsized part takes the rest" if open_name != text else ""
@@ -188,14 +193,14 @@ def parse(
             f"Use --nproc {taken * max(1, round(num_ranks / taken))}."
         )
     left = num_ranks // taken
-    values: dict[str, int] = {"pp": 1, "tp": 1, "dp_replicate": 1, "dp_shard": 1}
+    values: dict[str, int] = {"pp": 1, "tp": 1, "cp": 1, "ep": 1, "dp_replicate": 1, "dp_shard": 1}
     zero = 0
     words: dict[str, str] = {}
     chosen = DEFAULT_SCHEDULE
-    for part in sorted(parts, key=lambda part: part.name == "hsdp"):  # last: its sizes depend on tp
+    for part in sorted(parts, key=lambda part: part.name == "hsdp"):  # last: its sizes depend on tp and cp
         preset = PRESETS[part.name]
         if part.name == "hsdp":
-            per_host = None if ranks_per_host is None else max(1, ranks_per_host // values["tp"])
+            per_host = None if ranks_per_host is None else max(1, ranks_per_host // (values["tp"] * values["cp"]))
             replicate, shard = _size_hsdp(part, left, per_host)
             values["dp_replicate"], values["dp_shard"] = replicate, shard
             words["data"] = f"hsdp{replicate}x{shard}"
@@ -203,6 +208,8 @@ def parse(
             size = part.sizes[0] if part.sizes else left
             values[preset.axis] = size
             words[part.slot] = with_size(part.name, size)
+            if part.name == "ep" and part in _taking_ranks(parts):
+                values["dp_replicate"] = size
         if part.slot == "data":
             zero = preset.zero
         if part.name == "pp":
@@ -211,6 +218,13 @@ def parse(
     name = ",".join(words[slot] for slot in _ORDER if slot in words)
     if len(parts) == 1 and parts[0].slot == "data" and parts[0].name != "hsdp":
         name = parts[0].name  # the size is that of the world
+    inner = "dp_shard" if zero else "dp_replicate"
+    values[inner] *= values["cp"]
+    if values[inner] % values["ep"]:
+        raise StrategyError(
+            f"{text!r}: the experts of a layer are shared out among neighbours of the data axis, whose {values[inner]} "
+            f"ranks cannot be divided in groups of {values['ep']}."
+        )
     return Layout(
         name,
         dp_replicate=values["dp_replicate"],
@@ -218,6 +232,8 @@ def parse(
         zero=zero,
         pp=values["pp"],
         tp=values["tp"],
+        cp=values["cp"],
+        ep=values["ep"],
         schedule=chosen,
     )
 
@@ -242,7 +258,7 @@ def _parse_uncomposed(part: _Part, num_ranks: int, servers: int) -> Layout:
         return Layout(name, kind=PRESETS[name].kind, dp_replicate=num_ranks)
     if num_ranks <= servers:
         raise StrategyError(
-            f"{name} needs a trainer beside its {_many(servers, 'server')}, and there "
+            f"{name} needs a trainer beside its {plural(servers, 'server')}, and there "
             f"{'are' if num_ranks > 1 else 'is'} {num_ranks} process{'es' if num_ranks > 1 else ''}. "
             f"Use --nproc {servers + 1} or more."
         )
@@ -261,7 +277,7 @@ def fit(
     For elastic jobs: sized parts keep their sizes, the unsized part takes the rest, and a remainder stays idle.
     """
     least = 1
-    for part in split(text):
+    for part in _taking_ranks(split(text)):
         least *= math.prod(part.sizes) if part.name != "dp" else 1  # dp's size counts devices
     for used in range(num_ranks, least - 1, -1):
         try:
@@ -273,7 +289,7 @@ def fit(
 
 
 def split(text: str) -> list[_Part]:
-    """Split a strategy into its parts, in the order pp, data, tp. Refuses parts that cannot be combined."""
+    """Split a strategy into its parts, in the order pp, data, cp, ep, tp. Refuses parts that cannot be combined."""
     parts = [_split_word(word, text) for word in text.split(",")]
     by_slot: dict[str, _Part] = {}
     for part in parts:
@@ -287,6 +303,9 @@ def split(text: str) -> list[_Part]:
     if len(parts) > 1 and uncomposed is not None:
         why = "is one process and" if uncomposed == "single" else "has a runtime of its own and"
         raise StrategyError(f"{text!r}: {uncomposed} {why} cannot be composed.")
+    ep = by_slot.get("ep")
+    if ep is not None and not ep.sizes and "data" in by_slot:
+        raise StrategyError(f"{text!r}: ep needs a size beside {by_slot['data'].text}, as in 'ep2'.")
     unsized = [part.text for part in parts if not part.sizes and part.name != "single"]
     if len(unsized) > 1:
         raise StrategyError(
@@ -300,7 +319,14 @@ def required_num_ranks(text: str) -> int | None:
     parts = split(text)
     if parts[0].name in ("single", "dp"):
         return 1
-    return math.prod(math.prod(part.sizes) for part in parts) if all(part.sizes for part in parts) else None
+    taking = _taking_ranks(parts)
+    return math.prod(math.prod(part.sizes) for part in taking) if all(part.sizes for part in taking) else None
+
+
+def _taking_ranks(parts: Sequence[_Part]) -> list[_Part]:
+    """The parts whose sizes multiply to the number of processes: `ep` is within the data axis where one is named."""
+    has_data = any(part.slot == "data" for part in parts)
+    return [part for part in parts if part.name != "ep" or not has_data]
 
 
 def default_name(num_ranks: int) -> str:
@@ -346,10 +372,6 @@ def _choose_schedule(text: str, own: str | None, given: str | None) -> str:
     if own is not None and given is not None and own != given:
         raise StrategyError(f"{text!r} sets the schedule {own!r}, and --schedule {given!r}. Keep one of them.")
     return own or given or DEFAULT_SCHEDULE
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'s' if count > 1 else ''}"
 
 
 def with_size(name: str, size: int) -> str:

@@ -4,7 +4,8 @@ Required
     model() -> nn.Module                  a plain module with plain initialisation
     train_data() -> Dataset               map-style or iterable
     loss(output, target) -> Tensor        the mean over its units
-    optimizer(model) -> Optimizer         ordinary torch code, parameter groups welcome
+    optimizer(model) -> Optimizer         ordinary torch code, parameter groups welcome; or a list or dict of several,
+                                          which share the parameters out among them
 
 Optional
     eval_data() -> Dataset                evaluated after each epoch and at the end, each sample once
@@ -14,10 +15,16 @@ Optional
     loss_weight(target) -> int | Tensor   how many units the loss averaged over (tokens that count);
                                           by default the number of samples
     loss_scope = "batch"                  the loss is that of a whole micro-batch (CLIP), no mean over samples
-    schedule(optimizer, total_steps)      an LRScheduler, advanced once a step
+    schedule(optimizer, total_steps)      an LRScheduler, advanced once a step; called for each of several optimizers,
+                                          with its `name` if it takes one
     collate(samples) -> batch             instead of torch's default
     forward(model, batch) -> output       when the model does not take the input alone
+    sample_weights(data) -> numbers       draws samples by weight, with replacement
+    sample_lengths(data) -> numbers       batches of samples of similar length
+    mixture = [0.7, 0.3]                  the shares of the parts of a ConcatDataset
     initial_weights() -> path or dict     a file, a Hugging Face folder or a state dict to begin with
+    on_start(state), on_step(state), on_evaluation(state), on_checkpoint(state), on_end(state)
+                                          called on every rank (see rung.train.hooks)
     blocks = "blocks.*"                   the repeated blocks; detected by default
     tensor_parallel = {"blocks.*.up": "colwise", ...}   tensor-parallel plan; derived by default
     remote = ["embedding", ...]           modules that are on the servers of ddp+ps
@@ -27,7 +34,8 @@ A batch is a pair (input, target), or a dict. Of a dict, "target" (or "labels", 
 rest is passed to the model by name. A `forward` gets the whole batch; if that has no target, the loss gets the batch
 itself.
 
-Arguments with defaults (`def model(depth=4)`) can be set from outside: `--set model.depth=8`.
+Arguments with defaults (`def model(depth=4)`) can be set from outside: `--set model.depth=8`. A `loss` or `forward`
+with an argument `log` gets a function for figures of its own: `log(name, value, reduce="mean")`.
 
 This module reads and checks the file; processes, devices and strategies are not its concern.
 """
@@ -57,25 +65,38 @@ class _Role:
 
     arguments: tuple[str, ...]
     required: bool = False
+    may_log: bool = False  # an argument `log` gets the function that logs figures
+    further: tuple[str, ...] = ()  # given to a function that takes them, without a default
 
     def call(self, name: str) -> str:
         return f"{name}({', '.join(self.arguments)})"
 
 
+HOOKS = ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end")
 ROLES: dict[str, _Role] = {
     "model": _Role((), required=True),
     "train_data": _Role((), required=True),
-    "loss": _Role(("output", "target"), required=True),
+    "loss": _Role(("output", "target"), required=True, may_log=True),
     "optimizer": _Role(("model",), required=True),
     "eval_data": _Role(()),
     "metrics": _Role(("output", "target")),
     "loss_weight": _Role(("target",)),
-    "schedule": _Role(("optimizer", "total_steps")),
+    "schedule": _Role(("optimizer", "total_steps"), further=("name",)),
     "collate": _Role(("samples",)),
-    "forward": _Role(("model", "batch")),
+    "forward": _Role(("model", "batch"), may_log=True),
+    "sample_weights": _Role(("data",)),
+    "sample_lengths": _Role(("data",)),
     "initial_weights": _Role(()),
+    **{name: _Role(("state",)) for name in HOOKS},
 }
-VALUES: dict[str, type] = {"blocks": str, "tensor_parallel": dict, "remote": list, "loss_scope": str, "defaults": dict}
+VALUES: dict[str, type] = {
+    "blocks": str,
+    "tensor_parallel": dict,
+    "remote": list,
+    "loss_scope": str,
+    "mixture": list,
+    "defaults": dict,
+}
 LOSS_SCOPES = ("samples", "batch")
 TARGET_KEYS = ("target", "labels", "label")
 
@@ -98,11 +119,19 @@ class Task:
     schedule: Callable[..., Any] | None = None
     collate: Callable[..., Any] | None = None
     forward: Callable[..., Any] | None = None
+    sample_weights: Callable[..., Any] | None = None
+    sample_lengths: Callable[..., Any] | None = None
     initial_weights: Callable[..., Any] | None = None
+    on_start: Callable[..., Any] | None = None
+    on_step: Callable[..., Any] | None = None
+    on_evaluation: Callable[..., Any] | None = None
+    on_checkpoint: Callable[..., Any] | None = None
+    on_end: Callable[..., Any] | None = None
     blocks: str | None = None
     tensor_parallel: Mapping[str, str] | None = None
     remote: list[str] | None = None
     loss_scope: str = "samples"  # the loss is a mean over samples; "batch": over the whole micro-batch, as InfoNCE
+    mixture: list[float] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     name: str = "task"
 
@@ -117,10 +146,37 @@ class Task:
                 f'{self.name}: loss_weight() counts the units of a mean, and with loss_scope = "batch" the loss is '
                 "that of a whole micro-batch. Leave one of them out."
             )
+        self.order()
         for name, role in ROLES.items():
             function = getattr(self, name)
             if function is not None:
                 check_signature(name, function, role, where=self.name)
+        # So that every caller can leave `log` out: dry runs, evaluations, the user's own code.
+        for name in self.logging_functions():
+            if _log_default(getattr(self, name)) is None:
+                object.__setattr__(self, name, functools.partial(getattr(self, name), log=_log_nothing))
+
+    def logging_functions(self) -> list[str]:
+        """The functions that take the argument `log`."""
+        return [name for name, role in ROLES.items() if role.may_log and _takes_log(getattr(self, name))]
+
+    def order(self) -> str | None:
+        """What gives the training samples another order than a shuffled one. Raises if several do."""
+        names = {"sample_weights": "sample_weights()", "sample_lengths": "sample_lengths()", "mixture": "mixture"}
+        found = [text for name, text in names.items() if getattr(self, name) is not None]
+        if len(found) > 1:
+            raise TaskError(f"{self.name}: {' and '.join(found)} each give the samples an order. Keep one of them.")
+        return found[0] if found else None
+
+    def hooks(self) -> list[str]:
+        return [name for name in HOOKS if getattr(self, name) is not None]
+
+    def with_log(self, logs: Mapping[str, Callable[..., None]]) -> Task:
+        """The task whose functions log through these, by function."""
+        changes: dict[str, Any] = {
+            name: functools.partial(getattr(self, name), log=logs[name]) for name in self.logging_functions()
+        }
+        return replace(self, **changes) if changes else self
 
     def arguments(self) -> dict[str, Any]:
         """Every argument that can be set, as `function.argument`, and its default."""
@@ -128,7 +184,7 @@ class Task:
         for name, role in ROLES.items():
             function = getattr(self, name)
             if function is not None:
-                for parameter in _settable(function, len(role.arguments)):
+                for parameter in _settable(function, role):
                     found[f"{name}.{parameter.name}"] = parameter.default
         return found
 
@@ -206,13 +262,29 @@ def check_signature(name: str, function: Callable[..., Any], role: _Role, where:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # a builtin without a signature: errors show when it is called
+    logs = {"log": None} if role.may_log and _takes_log(function) else {}
+    if logs and not (_log_default(function) is None or callable(_log_default(function))):
+        raise TaskError(
+            f"{where}: the argument log of {name}() gets a function, log(name, value), and its default is "
+            f"{_log_default(function)!r}. Leave the default out, or rename the argument."
+        )
+    taken = [p.name for p in signature.parameters.values() if p.name in role.further and p.default is p.empty]
     try:
-        signature.bind(*role.arguments)
+        signature.bind(*role.arguments, **logs, **dict.fromkeys(taken))
     except TypeError as error:
         raise TaskError(
             f"{where}: {name}{signature} cannot be called as {role.call(name)}: {error}. "
             f"Further arguments need defaults; they are set with --set {name}.ARGUMENT=VALUE."
         ) from None
+
+
+def takes_name(schedule: Callable[..., Any]) -> bool:
+    """Whether a schedule is to be told the name of its optimizer. With a default it is a setting like others."""
+    try:
+        name = inspect.signature(schedule).parameters.get("name")
+    except (TypeError, ValueError):
+        return False
+    return name is not None and name.default is name.empty
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
@@ -277,13 +349,32 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _settable(function: Callable[..., Any], num_positional: int) -> list[inspect.Parameter]:
+def _parameters(function: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter]:
+    """The named parameters of a function; none if it is a builtin without a signature."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = inspect.signature(function).parameters if function is not None else {}
     except (TypeError, ValueError):
-        return []
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [p for p in named[num_positional:] if p.default is not inspect.Parameter.empty]
+        return {}
+    return {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _settable(function: Callable[..., Any], role: _Role) -> list[inspect.Parameter]:
+    named = list(_parameters(function).values())[len(role.arguments) :]
+    reserved = ("log",) if role.may_log else ()
+    return [p for p in named if p.default is not inspect.Parameter.empty and p.name not in reserved]
+
+
+def _takes_log(function: Callable[..., Any] | None) -> bool:
+    return "log" in _parameters(function)
+
+
+def _log_default(function: Callable[..., Any]) -> Any:
+    default = _parameters(function)["log"].default
+    return None if default is inspect.Parameter.empty else default
+
+
+def _log_nothing(name: str, value: Any, reduce: str = "mean") -> None:
+    """In place of `log` where nothing is trained."""
 
 
 def _explain_unknown(task: Task, key: str, known: Mapping[str, Any]) -> str:
@@ -323,6 +414,11 @@ def _refuse_misspelt(file: Path, module: ModuleType, found: Mapping[str, Any]) -
         if key in ROLES or key in VALUES:
             continue
         own_function = inspect.isfunction(value) and value.__module__ == module.__name__
+        if own_function and key.startswith("on_"):
+            raise TaskError(
+                f"{file}: there is no hook {key!r}, and it would never be called.{nearest(key, HOOKS)} The hooks are "
+                f"{', '.join(HOOKS)}; rename the function if it is none."
+            )
         candidates = [n for n in ROLES if n not in found] if own_function else []
         if isinstance(value, str | dict):
             candidates = [n for n in VALUES if n not in found]

@@ -38,6 +38,7 @@ _PET = {
     "max_restarts": "PET_MAX_RESTARTS",
 }
 KEY_VARIABLE = "RUNG_RDZV_KEY"  # the secret that the processes of a user's jobs share
+STORE_CACHE_VARIABLE = "RUNG_STORE_CACHE"  # the folder for the local parts of runs that are in a store
 WORLD_KEY_VARIABLE = "RUNG_WORLD_KEY"  # the secret of the ranks of one world, invalid in another
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "lo"
@@ -328,3 +329,8 @@ def store_address() -> tuple[str, int, bool]:
     """Host and port of the ranks' store, and whether the launcher serves it, not rank 0."""
     has_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ["MASTER_ADDR"], _number("MASTER_PORT"), has_server
+
+
+def store_cache() -> str:
+    """The folder on this machine for the local parts of runs and weights that are in a store."""
+    return os.environ.get(STORE_CACHE_VARIABLE) or "runs"

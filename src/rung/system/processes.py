@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import resource
@@ -23,15 +24,15 @@ _PR_SET_NAME = 15
 SEMAPHORES = "mp"  # that multiprocessing's names begin with
 
 
-def die_with_parent() -> None:
-    """Kill this process when its parent ends, however that happens. Call from the main thread."""
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Send this process a signal when its parent ends, however that happens. Call from the main thread."""
     parent = multiprocessing.parent_process()
     if sys.platform != "linux":
         if parent is not None:
             threading.Thread(target=_die_after, args=(parent,), name="rung-parent", daemon=True).start()
         return
     # By the kernel: it also ends a process that is busy in C++ and runs no Python.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     if parent is not None and parent.pid is not None and not is_running(parent.pid):  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -52,6 +53,19 @@ def name_process(name: str) -> None:
     """Set the name that `ps` and `top` show: at most 15 characters. Call from the main thread."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import large packages without garbage collection, which walks all that was imported before, again and again: a
+    fifth of the time of torch's import."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def wait_for_idle_threads(name: str, *, timeout: float = 1.0) -> None:

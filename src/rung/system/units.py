@@ -27,3 +27,9 @@ def human_seconds(seconds: float) -> str:
         if seconds * scale < 999.5:
             return f"{seconds * scale:.3g} {unit}"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def plural(count: int, word: str) -> str:
+    """A number of things: '1 batch', '2 batches', '3 ranks'."""
+    ending = "" if count == 1 else "es" if word.endswith(("ch", "s")) else "s"
+    return f"{count:,} {word}{ending}"

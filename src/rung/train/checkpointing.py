@@ -25,6 +25,7 @@ from rung.checkpoint import (
 )
 from rung.checkpoint.manifest import newest_good, remove, steps_in
 from rung.checkpoint.state import small_state
+from rung.checkpoint.stored import StoredCheckpoints
 from rung.errors import CheckpointError
 from rung.runtime.base import Runtime
 from rung.spec.best_metric import parse_best
@@ -33,8 +34,18 @@ from rung.spec.config import RunConfig, restarts_by_default
 log = logging.getLogger("rung")
 
 
-def find_state(run_dir: Path, sites: StorageTopology, *, resume: bool) -> Checkpoint | None:
-    """The state that a run resumes from, if it is to and there is one. Removes copies that are of no use any more."""
+def find_state(
+    run_dir: Path,
+    sites: StorageTopology,
+    *,
+    resume: bool,
+    stored: StoredCheckpoints | None = None,
+    restarted: bool = False,
+) -> Checkpoint | None:
+    """The state that a run resumes from, if it is to and there is one; `stored` are its checkpoints in a store. Removes
+    copies that are of no use any more."""
+    if resume and stored is not None:
+        stored.fetch_newest(run_dir, sites, restarted=restarted)
     found = choose(state_folders(run_dir), sites.world, sites) if resume else None
     if sites.is_leader:
         _forget_copies(
@@ -86,8 +97,11 @@ class Checkpointing:
         start: Position,
         found: Checkpoint | None = None,
         touch: Callable[[], None] = lambda: None,
+        stored: StoredCheckpoints | None = None,
     ) -> None:
-        """`found` is the state the run resumes from, at position `start`. A save calls `touch` as it proceeds."""
+        """`found` is the state the run resumes from, at position `start`. A save calls `touch` as it proceeds. `stored`
+        are the run's checkpoints in a store."""
+        self._stored, self.is_stored = stored, stored is not None
         self._run_dir, self._sites, self._config, self._runtime = run_dir, sites, config, runtime
         self._goal = parse_best(config.keep_best)
         self._saver = Saver(
@@ -99,11 +113,13 @@ class Checkpointing:
             keep_every=config.keep_every,
             background=config.async_save,
             touch=touch,
+            stored=stored,
         )
-        if found is not None and found.path.parent == checkpoints_folder(run_dir):
+        is_saved = found is not None and found.path.parent == checkpoints_folder(run_dir)
+        if found is not None and is_saved and (stored is None or stored.fetched == found.step):
             self._saver.starts_from(start)
         # The copy that the run resumed from is needed until there is a checkpoint of a later step.
-        self._has_copy = found is not None and found.path.parent != checkpoints_folder(run_dir)
+        self._has_copy = found is not None and not is_saved
         self._is_checked = False
         self._end: Position | None = None
         self._replicator = None
@@ -112,9 +128,7 @@ class Checkpointing:
         self._emergency_saver = EmergencySaver(
             emergency_folder(run_dir), runtime, settings, start, is_kept=found is not None
         )
-
-    def before_step(self) -> None:
-        self._emergency_saver.before_step()
+        self.before_step = self._emergency_saver.before_step
 
     def after_step(self, position: Position) -> None:
         if not self._is_checked:
@@ -145,6 +159,13 @@ class Checkpointing:
     def save(self, position: Position) -> None:
         self._saver.save(position)
 
+    @property
+    def after_failure(self) -> str:
+        """For the warning of a save that failed: how the run goes on."""
+        if self._stored is None:
+            return "Training goes on."
+        return f"Training goes on, and it is tried again. {self._saver.good_state}"
+
     def finished(self) -> list[SaveRecord]:
         records = self._saver.finished()
         if self._has_copy and any(record.error is None for record in records):
@@ -154,32 +175,42 @@ class Checkpointing:
                 _forget_copies(emergency_folder(self._run_dir), *unused)
         return records
 
-    def finish(self, position: Position) -> None:
-        """At the end of training. `finished` reports a save that fails, as any other; see `refuse_lost_end`."""
+    def finish(self, position: Position) -> bool:
+        """At the end of training. `finished` reports a save that fails, as any other; see `refuse_lost_end`. Returns
+        whether there was something to save."""
         self._end = position
         self._saver.wait()  # only then do all ranks know whether the newest save failed
-        if _has_checkpoints(self._config) and self._saver.last != position:
+        is_new = _has_checkpoints(self._config) and self._saver.last != position
+        if is_new:
             self._saver.save(position)
             self._saver.wait()
+        return is_new
 
     def refuse_lost_end(self) -> None:
-        """Raise if the last checkpoint is not on the disk, for a run that leaves nothing else behind."""
+        """Raise if the last checkpoint is not where it belongs, for a run that leaves nothing else behind there."""
         if _has_checkpoints(self._config) and self._end is not None and not self._saver.has(self._end):
             raise CheckpointError(f"{self._saver.error} {self.way_out}")
 
-    def stop(self, position: Position) -> None:
-        """Save before leaving early. Raises if that fails."""
+    def stop(self, position: Position) -> bool:
+        """Save before leaving early. Raises if that fails. Returns whether there was something to save."""
         self._saver.wait()
-        if self._saver.last != position:
+        is_new = self._saver.last != position
+        if is_new:
             try:
                 self._saver.save(position, wait=True)
             except CheckpointError as error:
                 raise CheckpointError(f"{error} {self.way_out}") from None
+        return is_new
 
     @property
     def way_out(self) -> str:
         """For an error: which state is still good after a failed write, and how to resume from it."""
-        return f"{self._saver.good_state} When that is put right, go on with --resume {self._run_dir}."
+        if self._stored is None:
+            return f"{self._saver.good_state} When that is put right, go on with --resume {self._run_dir}."
+        return (
+            f"{self._saver.good_state} This machine has the newer state, in {self._run_dir}: when that is put right, "
+            f"go on here with --resume {self._stored.store.url}."
+        )
 
     def rescue(self) -> bool:
         return self._saver.has(self._emergency_saver.position) or self._emergency_saver.rescue()

@@ -25,6 +25,7 @@ from rung.data.rng import DeviceGenerators
 from rung.distributed.world import World
 from rung.errors import DataError, ModelError, RungError, TaskError
 from rung.parallel.checksums import own_part
+from rung.parallel.combined_optimizer import steps_one_at_a_time
 from rung.parallel.materialize import is_absent
 from rung.runtime import Runtime
 from rung.runtime.base import Probe
@@ -79,8 +80,10 @@ def check_first_step(runtime: Runtime, task: Task, config: RunConfig, batches: B
     if reference is not None:
         with _kept_generators(world.device):
             judged = _compare(reference, ours)
-            if not judged.kind and runtime.parallel.divides_updates and (name := reference.find_coupled_update()):
-                judged = _coupled(name, world.layout.name)
+            divides = runtime.parallel.divides_updates
+            if not judged.kind and (divides or steps_one_at_a_time(runtime.optimizer)):
+                name = reference.find_coupled_update(of_whole_parameters=not divides)
+                judged = judged if name is None else _coupled(name, world.layout.name, divides=divides)
             found = asdict(judged)
     verdict = _Verdict(**world.gather_objects(found)[0])
     if verdict.kind == "model":
@@ -249,12 +252,15 @@ def _changed_otherwise(apart: Mapping[str, float]) -> _Verdict:
     return _Verdict(text, "model")
 
 
-def _coupled(name: str, strategy: str) -> _Verdict:
+def _coupled(name: str, strategy: str, *, divides: bool) -> _Verdict:
+    why = "several ranks update different parameters, and each optimizer sees its own alone"
+    other = "whose ranks update all parameters, such as ddp or zero3"
+    if not divides:
+        why, other = "it gets whole parameters, one at a time", "that leaves parameters whole, such as ddp"
     text = (
-        f"the optimizer's update of {name} depends on gradients of other parameters. Under {strategy} several ranks "
-        "update different parameters, and each optimizer sees its own alone, so this run would train something else. "
-        "Clip by the setting `clip`, which takes the norm over all ranks, or use a strategy whose ranks update all "
-        f"parameters, such as ddp or zero3. {_WAY_OUT}"
+        f"the optimizer's update of {name} depends on gradients of other parameters. Under {strategy} {why}, so this "
+        "run would train something else. Clip by the setting `clip`, which takes the norm over all ranks, or use a "
+        f"strategy {other}. {_WAY_OUT}"
     )
     return _Verdict(text, "task")
 

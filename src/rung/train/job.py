@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rung.spec.config import RunConfig
-from rung.spec.task import Task, load_task
+from rung.spec.task import HOOKS, Task, load_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,12 +23,17 @@ class RankJob:
     config: RunConfig
     arguments: Mapping[str, Any] = field(default_factory=dict)
     run_dir: str | None = None
+    store: str | None = None  # the address of the run, if it is kept in a store; then `run_dir` is its local part
     resume: bool = False  # from the newest checkpoint of the run directory, if there is one
     restarted: bool = False  # by the launcher, which has logged that
     plain_sgd: bool = False  # `verify` replaces the task's optimizer
+    calls_hooks: bool = True  # `verify` compares numbers, and its runs are not the user's
 
     def load(self) -> Task:
         task = load_task(self.task_path).bind(self.arguments)
+        if not self.calls_hooks:
+            without: dict[str, Any] = dict.fromkeys(HOOKS)
+            task = replace(task, **without)
         return replace(task, optimizer=_sgd, schedule=None) if self.plain_sgd else task
 
 

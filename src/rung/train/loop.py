@@ -16,15 +16,18 @@ from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World
 from rung.runtime import Runtime
 from rung.spec.config import RunConfig
+from rung.spec.task import Task
 from rung.train.checkpointing import Checkpointing
 from rung.train.finite_check import FiniteCheck
 from rung.train.heartbeat import Heartbeat
-from rung.train.metrics import Observer, PendingFetch, StepBuffer, peak_memory_bytes
+from rung.train.hooks import Hooks
+from rung.train.metrics import Observer
 from rung.train.profiler import Profiler
 from rung.train.records import EvalRecord, StepRecord, Summary
 from rung.train.replica_check import ReplicaCheck
 from rung.train.resume_check import ResumeCheck
 from rung.train.same_windows import SameWindows
+from rung.train.step_buffer import PendingFetch, StepBuffer, peak_memory_bytes
 
 log = logging.getLogger("rung")
 
@@ -58,9 +61,15 @@ def run(
     evaluation: Callable[[], Batches] | None = None,
     outputs: Outputs | None = None,
     persistence: Persistence | None = None,
+    task: Task | None = None,
 ) -> Summary:
-    """Train to the end of `batches`, or until asked to stop. The same for every strategy, and for a dry run."""
-    loop = _Loop(runtime, batches, world, config, evaluation, outputs or Outputs(), persistence or Persistence())
+    """Train to the end of `batches`, or until asked to stop. The same for every strategy, and for a dry run.
+
+    With `task`, its hooks are called.
+    """
+    outputs, persistence = outputs or Outputs(), persistence or Persistence()
+    hooks = Hooks(task, runtime, outputs.status, persistence.start, batches.total_steps)
+    loop = _Loop(runtime, batches, world, config, evaluation, outputs, persistence, hooks)
     summary = loop.run()
     loop.close()
     return summary
@@ -78,7 +87,9 @@ class _Loop:
         evaluation: Callable[[], Batches] | None,
         outputs: Outputs,
         persistence: Persistence,
+        hooks: Hooks,
     ) -> None:
+        self._hooks = hooks
         self._runtime, self._batches, self._world, self._config = runtime, batches, world, config
         self._evaluation, self._facts = evaluation, outputs.facts
         self._observers, self._status, self._profiler = outputs.observers, outputs.status, outputs.profiler
@@ -86,7 +97,7 @@ class _Loop:
         self._checkpointing = persistence.checkpointing
         self._position = self._start
         self._heartbeat = Heartbeat(world, self._status, lambda: peak_memory_bytes(world))
-        self._buffer = StepBuffer(world, self._start.samples, is_patient=config.log_every > 1)
+        self._buffer = StepBuffer(world, self._start.samples, is_patient=config.log_every > 1, compiles=config.compile)
         self._pending: PendingFetch | None = None
         self._last: StepRecord | None = None
         self._measured: EvalRecord | None = None
@@ -98,15 +109,16 @@ class _Loop:
         for observer in self._observers:
             observer.on_start({"total_steps": self._batches.total_steps, **self._facts}, self._start.step)
         started, config = time.perf_counter(), self._config
+        self._hooks.call("on_start", self._observers)
+        self._buffer.skip()
         if self._is_stopped(self._heartbeat.check()) or (self._start.evaluation_due and not self._evaluate()):
             return self._stop()
         if self._checkpointing is not None and self._checkpointing.is_best(self._position):
             self._save_if_due()  # evaluated just now, or before an emergency save
         self._profile(self._start.step)
         self._status.phase("reading data")
-        for window in (
-            self._runtime.place(self._batches) if not _is_settled(self._position, config, self._world) else ()
-        ):
+        is_over = self._hooks.is_stopped or _is_settled(self._position, config, self._world)
+        for window in self._runtime.place(self._batches) if not is_over else ():
             self._same_windows.check(window)
             is_last = window.step == self._batches.total_steps
             self._log_if_due(logs=self._take_step(window, is_last=is_last))
@@ -120,7 +132,7 @@ class _Loop:
                 return self._stop()
             self._show_ranks(window.step, at_once=is_last)
             self._profile(window.step, is_last=is_last)
-            if _is_settled(self._position, config, self._world):
+            if self._hooks.is_stopped or _is_settled(self._position, config, self._world):
                 break
             self._status.phase("reading data")
         self._report_all_steps()
@@ -129,11 +141,14 @@ class _Loop:
             return self._stop()
         if self._checkpointing is not None:
             self._status.phase("saving")
-            self._checkpointing.finish(self._position)
+            is_new = self._checkpointing.finish(self._position)
             self._report_saves()
+            if is_new:
+                self._hooks.call("on_checkpoint", self._observers)
         self._finite_check.refuse_non_finite(self._position)
         if self._at_end is not None:
             self._at_end(self._position.step)
+        self._hooks.call("on_end", self._observers)
         facts = {"steps": self._position.step, "seconds": time.perf_counter() - started}
         facts |= _state_and_traffic(self._runtime, self._world)
         for observer in self._observers:
@@ -156,11 +171,13 @@ class _Loop:
             self._checkpointing.before_step()
         saves = config.checkpoint_every is not None and step % config.checkpoint_every == 0
         # Whether the update of a saved step was finite shows in its gradient norm: the loss was computed before it.
-        self._buffer.add(window, self._runtime.step(window, want_norm=logs or saves))
+        result = self._runtime.step(window, want_norm=logs or saves)
+        self._buffer.add(window, result)
         evaluates = self._evaluation is not None and _is_due(config.eval_every, step, window.ends_epoch, is_last)
         self._position = replace(_position_after(self._position, window), evaluation_due=evaluates)
         if self._checkpointing is not None:
             self._checkpointing.after_step(self._position)
+        self._buffer.log(self._hooks.after_step(step, window.epoch, result))
         return logs
 
     def _log_if_due(self, *, logs: bool) -> None:
@@ -235,6 +252,9 @@ class _Loop:
         self._measured = EvalRecord(position.step, epoch, metrics, time.perf_counter() - started)
         for observer in self._observers:
             observer.on_evaluation(self._measured)
+        self._hooks.state.metrics = metrics
+        with self._heartbeat.paused():
+            self._hooks.call("on_evaluation", self._observers)
         self._buffer.skip()
         return True
 
@@ -256,6 +276,7 @@ class _Loop:
             self._status.phase("saving")
             with self._heartbeat.paused():
                 self._checkpointing.save(self._position)
+                self._hooks.call("on_checkpoint", self._observers)
             self._buffer.skip()
         self._report_saves()
 
@@ -263,7 +284,7 @@ class _Loop:
         assert self._checkpointing is not None
         for record in self._checkpointing.finished():
             if record.error is not None and self._world.is_main:
-                log.warning("%s Training goes on.", record.error)
+                log.warning("%s %s", record.error, self._checkpointing.after_failure)
             for observer in self._observers:
                 observer.on_checkpoint(record)
 
@@ -272,8 +293,11 @@ class _Loop:
         assert self._checkpointing is not None
         self._status.phase("saving")
         self._report_all_steps()
-        self._checkpointing.stop(self._position)
+        if self._checkpointing.stop(self._position):
+            self._hooks.call("on_checkpoint", self._observers)
         self._report_saves()
+        self._hooks.state.stopped = True
+        self._hooks.call("on_end", self._observers)
         return Summary(self._position.step, self._last, self._measured, stopped=True)
 
 
@@ -300,7 +324,7 @@ def _position_after(before: Position, window: LocalBatch) -> Position:
     epoch, sample = window.epoch, (before.sample if same_epoch else 0) + count
     if window.ends_epoch:
         epoch, sample = window.epoch + 1, 0
-    return Position(window.step, epoch, before.samples + count, sample, best=before.best)
+    return Position(window.step, epoch, before.samples + count, sample, best=before.best, stream=window.place)
 
 
 def _state_and_traffic(runtime: Runtime, world: World) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Records of a run, and the observers that write them: metrics.jsonl, TensorBoard, the file of `rung watch`.
+"""The observers that write the records of a run: metrics.jsonl, TensorBoard, the file of `rung watch`.
 
-Every step has a record, but figures are copied from the device only every few steps: `StepBuffer` holds those that are
-still on the device and turns them into records together. The launcher draws the console from metrics.jsonl.
+The launcher draws the console from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -11,23 +10,16 @@ import json
 import logging
 import math
 import os
-import resource
 import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from rung.checkpoint import SaveRecord
-from rung.data.batch_shard import LocalBatch
-from rung.distributed.collectives import start_gather
 from rung.distributed.live_status import JobSnapshot, write_snapshot
-from rung.distributed.world import World
-from rung.runtime.base import LocalStep
 from rung.system.disk import reason
 from rung.system.units import human_size
 from rung.train.records import EvalRecord, StepRecord
@@ -49,121 +41,15 @@ class Observer(Protocol):
 
     def on_checkpoint(self, record: SaveRecord) -> None: ...
 
+    def on_logged(self, figures: Mapping[str, float], step: int) -> None:
+        """What the task's hooks log beside steps."""
+
     def on_ranks(self, live: JobSnapshot) -> None:
         """The state of all ranks, about once a second."""
 
     def on_end(self, facts: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class PendingFetch:
-    """Steps whose figures are on their way: from the device, and between the ranks."""
-
-    steps: list[tuple[LocalBatch, LocalStep, Any, Any]]  # with the time marks of their start and end
-    rows: Callable[[], list[list[float]]]  # of each rank: losses, waits for data, gradient norms, seconds, memory
-
-
-class StepBuffer:
-    """Steps whose figures are still on the device.
-
-    `seal` starts the copy to the host and `records` waits for it. The caller launches the next step between the two, so
-    that the device is not idle while figures are read and written, and no rank waits for a slower one. On the CPU this
-    is so if steps are short; else a user would see the loss of a step when the next one has ended.
-    """
-
-    def __init__(self, world: World, samples: int = 0, *, is_patient: bool = True) -> None:
-        """If not patient, steps on the CPU are reported at once, however short they are."""
-        self._world, self._is_patient = world, is_patient
-        self._clock = _StepClock(world)
-        self._pending: list[tuple[LocalBatch, LocalStep, Any, Any]] = []
-        self._samples = samples
-        self._last_mark = self._clock.mark()
-        self.reports_at_once = world.device.type == "cpu"  # the same on all ranks
-
-    def add(self, window: LocalBatch, result: LocalStep) -> None:
-        start, self._last_mark = self._last_mark, self._clock.mark()
-        self._pending.append((window, result, start, self._last_mark))
-
-    def skip(self) -> None:
-        """Exclude the time since the last step (an evaluation) from the next step's time."""
-        self._last_mark = self._clock.mark()
-
-    def seal(self) -> PendingFetch:
-        steps, self._pending = self._pending, []
-        if not steps:
-            return PendingFetch([], list)
-        losses = self._world.tensors.fetch([result.loss_share for _, result, *_ in steps])
-        norms = self._world.tensors.fetch([result.grad_norm for _, result, *_ in steps if result.grad_norm is not None])
-        if self._world.device.type == "cpu":
-            return PendingFetch(steps, start_gather(self._figures(steps, losses(), norms()), self._world.size))
-        return PendingFetch(steps, lambda: self._world.gather(self._figures(steps, losses(), norms())))
-
-    def _figures(self, steps: list[Any], losses: list[float], norms: list[float]) -> list[float]:
-        waits = [window.wait_seconds for window, *_ in steps]
-        seconds = self._clock.between(steps[0][2], steps[-1][3]) / len(steps)
-        return [*losses, *waits, *norms, seconds, float(peak_memory_bytes(self._world))]
-
-    def records(self, sealed: PendingFetch) -> list[StepRecord]:
-        """The records of sealed steps. Collective: all ranks call it at the same steps."""
-        count = len(sealed.steps)
-        if not count:
-            return []
-        rows = sealed.rows()
-        # Norms and seconds of the main rank: all ranks must decide alike whether to stop, and when to report.
-        norms = iter(rows[0][2 * count : -2])
-        if self._world.device.type == "cpu":
-            self.reports_at_once = len(rows) == 1 or not self._is_patient or rows[0][-2] >= _SHORT_STEP
-        records = []
-        for index, (window, result, start, mark) in enumerate(sealed.steps):
-            self._samples += window.num_global_samples
-            seconds = self._clock.between(start, mark)
-            slowest = max(range(len(rows)), key=lambda rank: rows[rank][count + index])
-            records.append(
-                StepRecord(
-                    step=window.step,
-                    epoch=window.epoch,
-                    samples=self._samples,
-                    loss=math.fsum(row[index] for row in rows),
-                    grad_norm=next(norms) if result.grad_norm is not None else None,
-                    lr=result.learning_rate,
-                    step_seconds=seconds,
-                    samples_per_second=window.num_global_samples / seconds if seconds > 0 else math.nan,
-                    data_wait_seconds=rows[slowest][count + index],
-                    slowest_reader=slowest,
-                    peak_memory_bytes=int(max(row[-1] for row in rows)),
-                    staleness=result.staleness,
-                )
-            )
-        return records
-
-
-class _StepClock:
-    """Time marks: CUDA events on a GPU, so that timing a step does not synchronize."""
-
-    def __init__(self, world: World) -> None:
-        self._on_device = world.trains_on_gpu
-
-    def mark(self) -> Any:
-        if not self._on_device:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def between(self, start: Any, stop: Any) -> float:
-        if not self._on_device:
-            return float(stop - start)
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1000
-
-
-def peak_memory_bytes(world: World) -> int:
-    """Peak memory so far: allocated by torch on a GPU, resident set size of the process on the CPU."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 class JsonLines:
@@ -189,6 +75,9 @@ class JsonLines:
     def on_checkpoint(self, record: SaveRecord) -> None:
         self._put({"event": "checkpoint", **asdict(record)})
 
+    def on_logged(self, figures: Mapping[str, float], step: int) -> None:
+        self._put({"event": "log", "step": step, **figures})
+
     def on_ranks(self, live: JobSnapshot) -> None:
         """Add a line when a rank becomes slow. `LiveFile` has the state of every second."""
         before, self._slow = self._slow, {(slow.rank, slow.phase) for slow in live.slow}
@@ -199,8 +88,7 @@ class JsonLines:
         self._put({"event": "end", **facts})
 
     def on_steps(self, records: list[StepRecord]) -> None:
-        rows = map(asdict, records)
-        self._put(*({k: v for k, v in row.items() if k != "staleness" or v is not None} for row in rows))
+        self._put(*map(_step_row, records))
 
     def on_evaluation(self, record: EvalRecord) -> None:
         row = {"event": "eval", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, **record.metrics}
@@ -283,6 +171,9 @@ class TensorBoard:
     def on_evaluation(self, record: EvalRecord) -> None:
         self._scalars({f"eval/{name}": value for name, value in record.metrics.items()}, record.step)
 
+    def on_logged(self, figures: Mapping[str, float], step: int) -> None:
+        self._scalars(logged_figures(figures), step)
+
     def on_ranks(self, live: JobSnapshot) -> None:
         self._scalars(rank_figures(live), live.step)
         before, self._slow = self._slow, {(slow.rank, slow.phase) for slow in live.slow}
@@ -348,6 +239,7 @@ class LiveFile:
     def on_steps(self, records: list[StepRecord]) -> None: ...
     def on_evaluation(self, record: EvalRecord) -> None: ...
     def on_checkpoint(self, record: SaveRecord) -> None: ...
+    def on_logged(self, figures: Mapping[str, float], step: int) -> None: ...
     def on_end(self, facts: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 
@@ -357,11 +249,18 @@ class LiveFile:
 
 def training_figures(record: StepRecord) -> dict[str, float]:
     figures = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm, "staleness": record.staleness}
-    return {f"train/{name}": float(value) for name, value in figures.items() if value is not None}
+    figures |= {f"lr_{name}": rate for name, rate in (record.lrs or {}).items()}
+    known = {f"train/{name}": float(value) for name, value in figures.items() if value is not None}
+    return known | logged_figures(record.logged)
+
+
+def logged_figures(figures: Mapping[str, float]) -> dict[str, float]:
+    return {f"train/{name}": value for name, value in figures.items()}
 
 
 def speed_figures(record: StepRecord) -> dict[str, float]:
-    return {
+    compiled = {"speed/compile_seconds": record.compile_seconds} if record.compile_seconds is not None else {}
+    return compiled | {
         "speed/samples_per_second": record.samples_per_second,
         "speed/step_seconds": record.step_seconds,
         "speed/data_wait_seconds": record.data_wait_seconds,
@@ -385,6 +284,18 @@ def rank_figures(live: JobSnapshot) -> dict[str, float]:
         "ranks/memory_bytes_most": float(max(rank.memory_bytes for rank in live.ranks)),
         "ranks/memory_bytes_least": float(min(rank.memory_bytes for rank in live.ranks)),
     }
+
+
+def _step_row(record: StepRecord) -> dict[str, Any]:
+    """The line of a step: its own figures, then those that the task logs."""
+    row = asdict(record)
+    del row["logged"]
+    own = {
+        key: value
+        for key, value in row.items()
+        if key not in ("lrs", "staleness", "compile_seconds") or value is not None
+    }
+    return {**own, **record.logged}
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rung.checkpoint.state import set_extra_state
 from rung.data.batch_shard import BatchPartition, LocalBatch
@@ -19,6 +20,7 @@ from rung.distributed.torch_private import TorchDispatchMode
 from rung.distributed.world import World
 from rung.parallel.batchnorm import batch_norms
 from rung.parallel.checksums import bit_sums
+from rung.parallel.combined_optimizer import members_of, parameters_of, wants_whole_parameters
 from rung.parallel.gradients import GradientFigures
 from rung.runtime import Runtime, build_runtime
 from rung.spec.compatibility import fit_settings, micro_batch_size
@@ -171,7 +173,8 @@ class Samples:
         # A stream may be used up by reading it.
         dataset = self._task.train_data() if self._batches.is_stream else self._batches.dataset
         shuffle, collate = self._config.shuffle, self._task.collate
-        return Batches(dataset, cut, seed=self._config.seed, shuffle=shuffle, num_steps=1, collate=collate)
+        order = self._batches.order
+        return Batches(dataset, cut, seed=self._config.seed, shuffle=shuffle, order=order, num_steps=1, collate=collate)
 
 
 class Reference:
@@ -234,31 +237,17 @@ class Reference:
             self._cached[cut] = self._figures(self._built(), cut)
         return self._cached[cut]
 
-    def find_coupled_update(self) -> str | None:
-        """A parameter whose update depends on another one's gradient, as that of an optimizer which clips by itself."""
+    def find_coupled_update(self, *, of_whole_parameters: bool = False) -> str | None:
+        """A parameter whose update depends on another one's gradient, as that of an optimizer which clips by itself.
+
+        `of_whole_parameters`: only of optimizers that get these, one at a time.
+        """
         if isinstance(self._runtime, Exception):
             return None
-        model, optimizer = self._runtime.model, self._runtime.optimizer
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and 0 < p.numel() <= _MANY_ELEMENTS]
-        if len(named) < 2:
-            return None
-        (name, one), (_, other) = named[0], named[-1]
-        kept = [(p, p.detach().clone(), torch.randn(p.shape, dtype=p.dtype, device=p.device)) for p in (one, other)]
-        updates = []
-        try:
-            for given in (kept[:1], kept):
-                optimizer.zero_grad(set_to_none=True)
-                for parameter, _, gradient in given:
-                    parameter.grad = gradient.clone()
-                optimizer.step()
-                updates.append(one.detach() - kept[0][1])
-                optimizer.state.clear()
-                for parameter, value, _ in kept:
-                    parameter.detach().copy_(value)
-        except Exception:  # an optimizer that wants all gradients
-            return None
-        apart, size = (float(values.abs().sum()) for values in (updates[0] - updates[1], updates[0]))
-        return name if apart > _COUPLED * size else None
+        optimizers = members_of(self._runtime.optimizer).values()
+        tried = (one for one in optimizers if not of_whole_parameters or wants_whole_parameters(one))
+        found = (_coupled_update(self._runtime.model, optimizer) for optimizer in tried)
+        return next((name for name in found if name is not None), None)
 
     def changes_apart(self, ours: Figures) -> dict[str, float]:
         """How far the run's changes of parameters in forward are from those of one process, relative to these."""
@@ -327,6 +316,31 @@ class Reference:
         world = World(layout, 0, 1, 0, self._device, "none", None)
         config = fit_settings(replace(self.config, precision=precision), layout)
         return build_runtime(self._task, world, config, total_steps=1, blocks_on_host=self._blocks_on_host)
+
+
+def _coupled_update(model: nn.Module, optimizer: Optimizer) -> str | None:
+    """The first of an optimizer's parameters, if its update depends on the gradient of the last."""
+    own = {id(parameter) for parameter in parameters_of(optimizer) if parameter.requires_grad}
+    named = [(n, p) for n, p in model.named_parameters() if id(p) in own and 0 < p.numel() <= _MANY_ELEMENTS]
+    if len(named) < 2:
+        return None
+    (name, one), (_, other) = named[0], named[-1]
+    kept = [(p, p.detach().clone(), torch.randn(p.shape, dtype=p.dtype, device=p.device)) for p in (one, other)]
+    updates = []
+    try:
+        for given in (kept[:1], kept):
+            optimizer.zero_grad(set_to_none=True)
+            for parameter, _, gradient in given:
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            updates.append(one.detach() - kept[0][1])
+            optimizer.state.clear()
+            for parameter, value, _ in kept:
+                parameter.detach().copy_(value)
+    except Exception:  # an optimizer that wants all gradients
+        return None
+    apart, size = (float(values.abs().sum()) for values in (updates[0] - updates[1], updates[0]))
+    return name if apart > _COUPLED * size else None
 
 
 class CommunicatesError(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rung.spec.best_metric import Best
@@ -19,13 +19,16 @@ class StepRecord:
     loss: float
     grad_norm: float | None
     lr: float
-    step_seconds: float
+    step_seconds: float  # without `compile_seconds`
     samples_per_second: float
     data_wait_seconds: float  # the longest wait of any rank
     slowest_reader: int  # the rank with that wait
     peak_memory_bytes: int  # the maximum over ranks
     event: str = "step"
+    lrs: dict[str, float] | None = None  # the rate of each of several optimizers, by name; `lr` is the first one's
+    compile_seconds: float | None = None  # of torch.compile, in a step in which it had something to do
     staleness: int | None = None  # ps-async: updates since the gradient's weights were read
+    logged: Mapping[str, float] = field(default_factory=dict)  # by the task
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from rung.data.batch_shard import LocalBatch
 from rung.data.batches import Batches
+from rung.data.shard_windows import Exchange
 from rung.distributed.world import World
 from rung.errors import DataError
 
@@ -37,6 +38,21 @@ class SameWindows:
             "reads the whole data set and keeps its own part of each batch, so it must give all samples on every rank, "
             "in the same order."
         )
+
+
+def count_exchange(world: World) -> Exchange | None:
+    """Ranks tell each other how many samples they have, if each of several reads only its own shards."""
+    layout = world.layout
+    if not world.has_peers or layout.num_data_ranks == 1 or layout.servers:
+        return None
+    readers = [layout.data_rank(rank) for rank in range(layout.num_ranks)]
+    firsts = [readers.index(reader) for reader in range(layout.num_data_ranks)]
+
+    def exchange(counts: list[int]) -> list[list[int]]:
+        rows = world.gather([float(count) for count in counts])
+        return [[int(count) for count in rows[rank]] for rank in firsts]
+
+    return exchange
 
 
 def _describe(rank: int, ends: int, num_micro_batches: int, num_samples: int) -> str:

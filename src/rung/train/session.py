@@ -10,6 +10,7 @@ the rank's rows.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -35,6 +36,8 @@ from rung.spec.strategy import default_name, parse
 from rung.spec.task import Task, load_task
 from rung.system.launcher_env import environment_local_size, environment_size
 from rung.train.worker import dropout_seed, make_batches, make_eval_batches
+
+log = logging.getLogger("rung")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,10 @@ class Session:
             )
         )
         steps = total_steps if total_steps is not None else self.config.steps
+        if self.world.is_main and (self.task.hooks() or self.task.logging_functions()):
+            log.warning(
+                "a session calls no hooks of the task, and what its functions log goes nowhere: the loop is yours."
+            )
         self.runtime = build_runtime(self.task, self.world, self.config, total_steps=steps)
         torch.manual_seed(dropout_seed(self.config.seed, self.world))
         self.num_steps = 0

@@ -79,6 +79,9 @@ class _TrackerThread:
     def on_evaluation(self, record: EvalRecord) -> None:
         self._queue.put(({f"eval/{name}": value for name, value in record.metrics.items()}, record.step))
 
+    def on_logged(self, figures: Mapping[str, float], step: int) -> None:
+        self._queue.put((metrics.logged_figures(figures), step))
+
     def on_checkpoint(self, record: SaveRecord) -> None:
         self._queue.put((metrics.checkpoint_figures(record), record.step))
 

@@ -13,19 +13,22 @@ from typing import Any
 import torch
 
 from rung.checkpoint import Checkpoint, Position, StorageTopology, is_same_topology, restore, save_weights
+from rung.checkpoint.stored import StoredCheckpoints
+from rung.checkpoint.stream_place import place_of
 from rung.checkpoint.survey import AVERAGE_WEIGHTS
 from rung.data.batch_shard import BatchPartition
 from rung.data.batches import Batches
 from rung.data.permutation import mix
+from rung.data.shard_windows import StreamPlace
 from rung.data.worker_choice import WorkerChoice
 from rung.distributed.live_status import snapshot_path
 from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import World, open_world
-from rung.errors import CheckpointError, NonFiniteError, ReplicaError, ResumeError
+from rung.errors import CheckpointError, DataError, NonFiniteError, ReplicaError, ResumeError
 from rung.runtime import Runtime, build_runtime
-from rung.runtime.base import ModelFacts
+from rung.runtime.base import AVERAGE, ModelFacts
 from rung.runtime.measure import metric_names
-from rung.spec.abilities import works_at_own_pace
+from rung.spec.abilities import describe_layout, works_at_own_pace
 from rung.spec.best_metric import Goal, parse_best, read_best, refuse_unknown_metric
 from rung.spec.compatibility import half_micro_batch, micro_batch_size
 from rung.spec.config import RunConfig
@@ -34,6 +37,7 @@ from rung.spec.strategy import Layout, parse
 from rung.spec.task import Task
 from rung.system.launcher_env import environment_local_size, environment_size
 from rung.system.processes import num_cores
+from rung.system.store import Store
 from rung.train.checkpointing import Checkpointing, find_state, is_protected
 from rung.train.first_step import check_first_step
 from rung.train.job import RankJob
@@ -43,6 +47,8 @@ from rung.train.oom import is_out_of_memory, memory_lines
 from rung.train.profiler import Profiler
 from rung.train.records import Summary
 from rung.train.resume_check import ResumeCheck
+from rung.train.same_windows import count_exchange
+from rung.train.sample_order import order_of, refuse_other_data
 from rung.train.trackers import open_trackers
 
 log = logging.getLogger("rung")
@@ -80,13 +86,13 @@ def worker(job: RankJob, status: StatusWriter | None = None, failure: FailureCon
 
 
 def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure: FailureContext) -> Summary:
-    config, folder = job.config, _open_folder(job, world)
+    config, folder = job.config, _open_folder(job, world, status)
     checkpoint = folder.checkpoint if folder is not None else None
     start = position_of(checkpoint, parse_best(config.keep_best))
     if world.is_main:
         check_best(task, config)
-    batches = make_batches(task, config, world, start_step=start.step)
-    _refuse_other_data(checkpoint, batches)
+    batches = make_batches(task, config, world, start_step=start.step, start_place=place_of(checkpoint))
+    refuse_other_data(checkpoint, batches)
     runtime = build_runtime(
         task,
         world,
@@ -108,9 +114,10 @@ def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure
             "config": asdict(config),
             "arguments": dict(job.arguments),
             "num_samples": batches.num_samples,
+            "order": batches.order_digest,
         }
         checkpointing = Checkpointing(
-            folder.path, runtime, folder.sites, config, settings, start, checkpoint, status.touch
+            folder.path, runtime, folder.sites, config, settings, start, checkpoint, status.touch, folder.stored
         )
         at_end = partial(_save_result, folder.path, runtime, checkpointing, config, status)
         resumed = None
@@ -131,6 +138,7 @@ def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure
             evaluation=_evaluation(task, config, world),
             outputs=outputs,
             persistence=persistence,
+            task=task,
         )
     except Exception as error:
         fill = partial(_fill_failure, failure, error, runtime, world, config, persistence.checkpointing)
@@ -162,23 +170,18 @@ class _RunFolder:
     path: Path
     sites: StorageTopology
     checkpoint: Checkpoint | None
+    stored: StoredCheckpoints | None
 
 
-def _open_folder(job: RankJob, world: World) -> _RunFolder | None:
+def _open_folder(job: RankJob, world: World, status: StatusWriter) -> _RunFolder | None:
     if job.run_dir is None:
         return None
-    path = Path(job.run_dir)
+    path, stored = Path(job.run_dir), None
     sites = StorageTopology(world, path)
-    return _RunFolder(path, sites, find_state(path, sites, resume=job.resume))
-
-
-def _refuse_other_data(checkpoint: Checkpoint | None, batches: Batches) -> None:
-    if checkpoint is not None and checkpoint.manifest.get("num_samples") != batches.num_samples:
-        raise CheckpointError(
-            f"the training data had {checkpoint.manifest.get('num_samples')} samples when the state was saved and "
-            f"has {batches.num_samples} now, so the samples that this epoch has already seen cannot be determined. "
-            "Resume with the same data, or start a new run from the weights (rung export)."
-        )
+    if job.store is not None:
+        stored = StoredCheckpoints(Store(job.store, patience=job.config.store_timeout, touch=status.touch))
+    found = find_state(path, sites, resume=job.resume, stored=stored, restarted=job.restarted)
+    return _RunFolder(path, sites, found, stored)
 
 
 def _announce(
@@ -237,11 +240,19 @@ def _save_result(
     status.phase("saving")
     try:
         save_weights(runtime, folder / "model.safetensors", step=step)
-        if runtime.averaged is not None:
+        if runtime.averaged is not None and _has_average(runtime):
             with runtime.averaged():
                 save_weights(runtime, folder / AVERAGE_WEIGHTS, step=step)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {checkpointing.way_out}") from None
+    if checkpointing.is_stored:  # a later machine has nothing but the store
+        checkpointing.refuse_lost_end()
+
+
+def _has_average(runtime: Runtime) -> bool:
+    """Whether there is one by now. A rank of a pipeline may have nothing that is trained."""
+    own = any(AVERAGE in state for state in runtime.optimizer.state.values())
+    return any(runtime.world.gather_objects(own))
 
 
 def work_for_servers(task: Task, world: World, config: RunConfig, status: StatusWriter) -> Summary:
@@ -305,24 +316,37 @@ def _log_resume(checkpoint: Checkpoint | None, world: World) -> None:
 
 def dropout_seed(seed: int, world: World) -> int:
     """Differs between ranks, not between runs. Ranks of one tensor group share activations, so they share the seed."""
-    return mix(seed, world.rank // world.layout.tp, 1)
+    return mix(seed, world.rank // (world.layout.tp * world.layout.cp), 1)
 
 
-def make_batches(task: Task, config: RunConfig, world: World, *, start_step: int = 0) -> Batches:
-    """This rank's training windows."""
-    return Batches(
-        task.train_data(),
+def make_batches(
+    task: Task, config: RunConfig, world: World, *, start_step: int = 0, start_place: StreamPlace | None = None
+) -> Batches:
+    """This rank's training windows. `start_place` is where a data set in shards is read on; without it, such a one is
+    read again from its start."""
+    dataset = task.train_data()
+    batches = Batches(
+        dataset,
         _partition(config, world),
         seed=config.seed,
         shuffle=config.shuffle,
+        order=order_of(task, config, dataset),
         num_steps=config.steps,
         num_epochs=config.epochs,
         start_step=start_step,
+        start_place=start_place,
+        exchange=count_exchange(world),
         collate=task.collate,
         **_workers(config, log.info if world.is_main else None),
         pin_memory=world.trains_on_gpu,
         reads=not world.role.is_server,
     )
+    if batches.num_shards is not None and task.loss_scope == "batch" and world.layout.num_data_ranks > 1:
+        raise DataError(
+            f'{task.name}: loss_scope = "batch" needs the same share of every micro-batch on all ranks, and at the end '
+            "of an epoch in shards ranks have what their shards still give. Use a map-style data set, or one rank."
+        )
+    return batches
 
 
 def _workers(config: RunConfig, log_line: Callable[[str, str], None] | None = None) -> dict[str, Any]:
@@ -343,6 +367,7 @@ def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
         seed=config.seed,
         shuffle=False,
         num_epochs=1,
+        exchange=count_exchange(world),
         collate=task.collate,
         **_workers(config),
         pin_memory=world.trains_on_gpu,
@@ -358,7 +383,7 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
     log.info(
         "%s, %s on %s%s",
         task.name,
-        layout.describe(),
+        describe_layout(layout),
         world.device.type,
         f" ({world.backend})" if layout.is_distributed else "",
     )
@@ -366,6 +391,10 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
     log.info("  model: %s, %s", size, config.precision)
     per_rank = -(-cut.global_micro_batch // cut.num_ranks)
     samples = f"{batches.num_samples:,} samples" if batches.num_samples is not None else "an iterable data set"
+    if batches.num_shards is not None:
+        number, own = batches.num_shards
+        samples += f" of {number:,} shard{'s' if number > 1 else ''}"
+        samples += f", of which a rank reads {own:,}" if own < number else ""
     readers = f"{'data ' if layout.is_composed else ''}rank{'s' if cut.num_ranks > 1 else ''}"
     is_even = config.batch_size == cut.num_ranks * per_rank * cut.num_micro_batches
     log.info(

@@ -232,6 +232,22 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     assert "no peak memory by kind" in page
 
 
+def test_figures_that_the_task_logs_have_charts(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a", "ddp", 2, 0.1)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:-1]:
+        line["<accuracy>"] = "nan" if line["step"] == 1 else line["step"] / 10
+    lines.insert(5, {"event": "log", "step": 4, "norm": 3.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = read_all([folder])
+    (row,) = data["rows"]
+    assert row["logged"]["norm"] == [[4, 3.0]]
+    assert row["logged"]["<accuracy>"] == [[1, "nan"], *([step, step / 10] for step in range(2, 9))]
+    page = as_page(data)
+    assert "logged-0" in page and ">&lt;accuracy&gt;</h2>" in page and "<accuracy>" not in page
+    assert "ddp from 0.2 to 0.8" in page
+
+
 def test_a_run_without_an_end_is_said_to_have_none(tmp_path: Path) -> None:
     runs = [_run(tmp_path / "a", "single", 1, 0.1), _run(tmp_path / "b", "fsdp", 2, 0.05)]
     lines = (runs[1] / "metrics.jsonl").read_text().replace("circle", "square").splitlines(keepends=True)

@@ -43,6 +43,22 @@ def directives(text: str) -> dict[str, str]:
     return {line.partition("=")[0]: line.partition("=")[2] for line in lines}
 
 
+def test_a_run_in_a_store_is_begun_and_resumed_by_the_same_command(
+    task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("s3fs")
+    words = ["submit", "slurm", task, "--dry-run", "--checkpoint-every", "2"]
+    assert main([*words, "--out", "s3://bucket/mine"]) == 0
+    text = capsys.readouterr().out
+    assert "--out s3://bucket/mine --resume-if-there" in text
+    assert re.fullmatch(r"runs/mine-[0-9a-f]{8}\.out", directives(text)["output"])  # on a disk, which Slurm needs
+    assert main([*words, "--resume", "s3://bucket/mine"]) == 2
+    assert "Use --out, and the same command begins the run or resumes it." in capsys.readouterr().err
+    assert main([*words, "--out", "s3://me:verysecret@bucket/mine"]) == 2
+    said = capsys.readouterr().err
+    assert "must hold no user, password" in said and "verysecret" not in said
+
+
 # -- the job ---------------------------------------------------------------------------------------------------------
 
 

@@ -428,6 +428,26 @@ def test_what_cannot_be_is_refused(
     assert told in refusal(capsys, task, "--dry-run", *arguments)
 
 
+def test_a_run_in_a_store_needs_no_volume(capsys: pytest.CaptureFixture[str], task: Path) -> None:
+    pytest.importorskip("s3fs")
+    words = ["submit", "k8s", str(task), "--image", "registry.example/rung:1", "--dry-run", "--nodes", "2"]
+    assert main([*words, "--checkpoint-every", "2", "--out", "s3://bucket/run"]) == 0
+    manifests = list(yaml.safe_load_all(capsys.readouterr().out))
+    for manifest in manifests:
+        validate(manifest)
+    (job,) = of_kind(manifests, "Job")
+    (container,) = pod_of(job)["containers"]
+    assert container["args"][container["args"].index("--out") + 1] == "s3://bucket/run"
+    assert "--resume-if-there" in container["args"]
+    assert {"name": "RUNG_STORE_CACHE", "value": "/tmp/runs"} in container["env"]
+    assert main([*words, "--egress", "job", "--out", "s3://bucket/run"]) == 2
+    assert "--out s3://bucket/run is elsewhere" in capsys.readouterr().err
+    assert main([*words, "--resume", "s3://bucket/run", "--out", "s3://bucket/run"]) == 2
+    assert "in --out s3://BUCKET/RUN: a run that is there is resumed" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "Or keep the run in a store: --out s3://BUCKET/RUN." in capsys.readouterr().err
+
+
 def test_files_that_would_be_one_beside_the_task_are_refused(
     capsys: pytest.CaptureFixture[str], task: Path, tmp_path: Path
 ) -> None:

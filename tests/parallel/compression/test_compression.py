@@ -263,7 +263,9 @@ def test_adam_keeps_its_momentum_and_a_note_says_so() -> None:
     world = World(parse("ddp", 1), 0, 1, 0, torch.device("cpu"), "none", None)
     adam = torch.optim.AdamW([p for _, p in parameters])
     exchange = make_exchange(RunConfig(compress="topk"), world, adam, parameters, None)
-    assert exchange.notes == ["topk is plain error feedback: momentum stays with AdamW, which is not torch.optim.SGD"]
+    assert exchange.notes == [
+        "topk is plain error feedback: momentum stays with AdamW; it is taken over from SGD alone"
+    ]
     assert list(exchange.vectors()) == ["gradient"]
     with_sgd = _alone(parameters, momentum=0.9, compress="topk")
     assert "takes over SGD's momentum" in with_sgd.notes[0]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from rung.distributed import fake_world
 from rung.errors import StrategyError, TaskError
-from rung.parallel.tensor.layers import can_shard
+from rung.parallel.linear_layers import can_shard
 from rung.parallel.tensor.plan import TensorPlan, make_plan
 from rung.parallel.tensor.survey import Survey
 from tests.tasks import TinyGPT

@@ -103,7 +103,8 @@ def test_a_batch_that_leaves_ranks_without_samples_is_noted(capsys: pytest.Captu
 def test_a_model_that_looks_at_values_cannot_be_explained() -> None:
     class Looking(TinyGPT):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return super().forward(tokens) * (2 if tokens.sum().item() > 0 else 1)
+            output = super().forward(tokens)
+            return output * (2 if output.sum().item() > 0 else 1)
 
     with pytest.raises(ModelError, match="reads tensor values"):
         explain(text_task(model=Looking), parse("ddp", 2), RunConfig(batch_size=4))

@@ -1,10 +1,13 @@
-"""Loss curves on common axes. Curves should coincide, so each one's dashes fall into the others' gaps: all show."""
+"""Curves over steps on common axes: the loss, and figures that the task logs.
+
+Curves should coincide, so each one's dashes fall into the others' gaps: all show.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rung.compare.report.data import Comparison, ReportRow
+from rung.compare.report.data import Comparison, Points, ReportRow
 from rung.compare.report.marks import difference, figure, figures, line, percent, rows_with_index, text, text_at, ticks
 from rung.system.svg import element, title
 
@@ -14,26 +17,13 @@ _DASH = 13.0  # pixels
 _LONGEST_NAME = 18  # characters
 _LABEL_DISTANCE = 16.0  # pixels between two names at the right edge
 _MOST_POINTS = 600
+_MOST_FIGURES = 24  # that the task logs, on a page
 
 
 def draw_losses(comparison: Comparison) -> str:
     rows = [(index, row) for index, row in rows_with_index(comparison.rows) if row.losses]
     if not rows:
         return ""
-    steps = [step for _, row in rows for step, _ in row.losses]
-    losses = [loss for _, row in rows for _, loss in row.losses]
-    first, last, low, high = min(steps), max(steps), min(losses), max(losses)
-    margin = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
-    scale = _Scale(first, last, low - margin, high + margin)
-    labels = _spread_labels([scale.y(row.losses[-1][1]) for _, row in rows])
-    height = max(_HEIGHT, max(labels) + 10)
-    curves = [_Curve(index, number, row, scale) for number, (index, row) in enumerate(rows)]
-    marks = [*_axes(scale), *(curve.draw() for curve in curves)]
-    marks += [curve.draw_dashes(len(curves), labels[number]) for number, curve in enumerate(curves)]
-    summary = ", ".join(f"{row.strategy} from {row.losses[0][1]:.4g} to {row.losses[-1][1]:.4g}" for _, row in rows)
-    width = _names_width([row for _, row in rows])
-    attrs = {"class_": "picture plot", "style": f"--names: {width}px", "height": f"{height + 26:g}", "role": "img"}
-    drawing = element("svg", "".join(marks), **attrs, aria_label=f"Loss over steps: {summary}")
     table = figures(
         "losses",
         ("strategy", "first", "last", "loss differs", "parameters differ"),
@@ -48,7 +38,44 @@ def draw_losses(comparison: Comparison) -> str:
             for _, row in rows
         ],
     )
-    return figure("losses", "Loss", _caption(rows, comparison), drawing + table)
+    curves = [(index, row.strategy, row.losses) for index, row in rows]
+    return figure("losses", "Loss", _caption(rows, comparison), _draw_curves(curves, "Loss") + table)
+
+
+def draw_logged(comparison: Comparison) -> str:
+    """The figures that the task logs itself, each in a chart of its own."""
+    rows = rows_with_index(comparison.rows)
+    names = sorted({name for _, row in rows for name, points in row.logged.items() if points})
+    charts = []
+    for number, name in enumerate(names[:_MOST_FIGURES]):
+        curves = [(index, row.strategy, row.logged[name]) for index, row in rows if row.logged.get(name)]
+        ends = [(strategy, f"{points[0][1]:.6g}", f"{points[-1][1]:.6g}") for _, strategy, points in curves]
+        body = _draw_curves(curves, name) + figures(name, ("strategy", "first", "last"), ends)
+        charts.append(figure(f"logged-{number}", name, "Logged by the task.", body, wide=True))
+    if len(names) > _MOST_FIGURES:
+        rest = ", ".join(names[_MOST_FIGURES:])
+        charts.append(
+            f'<p class="nothing">{text(f"More figures that the task logs are in metrics.jsonl: {rest}.")}</p>'
+        )
+    return "".join(charts)
+
+
+def _draw_curves(curves: Sequence[tuple[int, str, Points]], what: str) -> str:
+    """Curves on common axes, each of a row by its index and name."""
+    steps = [step for *_, points in curves for step, _ in points]
+    values = [value for *_, points in curves for _, value in points]
+    first, last, low, high = min(steps), max(steps), min(values), max(values)
+    margin = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
+    scale = _Scale(first, last, low - margin, high + margin)
+    labels = _spread_labels([scale.y(points[-1][1]) for *_, points in curves])
+    height = max(_HEIGHT, max(labels) + 10)
+    drawn = [_Curve(index, number, name, points, scale) for number, (index, name, points) in enumerate(curves)]
+    marks = [*_axes(scale), *(curve.draw() for curve in drawn)]
+    marks += [curve.draw_dashes(len(drawn), labels[number]) for number, curve in enumerate(drawn)]
+    summary = ", ".join(f"{name} from {points[0][1]:.4g} to {points[-1][1]:.4g}" for _, name, points in curves)
+    width = 36 + 7 * max(len(_short(name)) for _, name, _ in curves)  # pixels that the names and their dots take
+    attrs = {"class_": "picture plot", "style": f"--names: {width}px", "height": f"{height + 26:g}", "role": "img"}
+    return element("svg", "".join(marks), **attrs, aria_label=f"{what} over steps: {summary}")
 
 
 class _Scale:
@@ -58,8 +85,8 @@ class _Scale:
     def x(self, step: float) -> float:
         return (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
 
-    def y(self, loss: float) -> float:
-        return _HEIGHT * (self.high - loss) / (self.high - self.low)
+    def y(self, value: float) -> float:
+        return _HEIGHT * (self.high - value) / (self.high - self.low)
 
 
 def _caption(rows: Sequence[tuple[int, ReportRow]], comparison: Comparison) -> str:
@@ -91,15 +118,15 @@ def _axes(scale: _Scale) -> list[str]:
 class _Curve:
     """One curve: a thin line, and the dashes that are drawn over the lines of all curves."""
 
-    def __init__(self, index: int, number: int, row: ReportRow, scale: _Scale) -> None:
-        self._index, self._number, self._row = index, number, row
+    def __init__(self, index: int, number: int, name: str, points: Points, scale: _Scale) -> None:
+        self._index, self._number, self._name = index, number, name
         self._style = f"s-{number % _NUM_STYLES}"
-        every = -(-len(row.losses) // _MOST_POINTS)
-        shown = list(row.losses[::every])
-        if shown[-1] != row.losses[-1]:
-            shown.append(row.losses[-1])
-        self._points = " ".join(f"{1000 * scale.x(step):.2f},{scale.y(loss):.2f}" for step, loss in shown)
-        self._end = scale.x(row.losses[-1][0]), scale.y(row.losses[-1][1])
+        every = -(-len(points) // _MOST_POINTS)
+        shown = list(points[::every])
+        if shown[-1] != points[-1]:
+            shown.append(points[-1])
+        self._points = " ".join(f"{1000 * scale.x(step):.2f},{scale.y(value):.2f}" for step, value in shown)
+        self._end = scale.x(points[-1][0]), scale.y(points[-1][1])
 
     def draw(self) -> str:
         return element("g", self._line("mark line"), class_="curve", data_row=self._index)
@@ -108,7 +135,7 @@ class _Curve:
         x, y = self._end
         gap = _DASH * (count - 1)
         dashes = {"stroke_dasharray": f"{_DASH:g} {gap:g}", "stroke_dashoffset": f"{-_DASH * self._number:g}"}
-        dot, name = f"dot {self._style}", self._row.strategy
+        dot, name = f"dot {self._style}", self._name
         beside = element("path", class_="leader", d=f"M5 {y:.1f}L18 {label:.1f}")
         beside += element("circle", class_=dot, cx=24, cy=f"{label:.1f}", r=4.5)
         beside += element("text", text(_short(name)) + title(name), class_="small label", x=33, y=f"{label + 4:.1f}")
@@ -126,11 +153,6 @@ class _Curve:
 def _short(name: str) -> str:
     """Cut a name to what fits beside the curves on a phone."""
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
-
-
-def _names_width(rows: Sequence[ReportRow]) -> int:
-    """Pixels that the names and their dots take."""
-    return 36 + 7 * max(len(_short(row.strategy)) for row in rows)
 
 
 def _spread_labels(ends: Sequence[float]) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rung.errors import ReportError
@@ -13,6 +13,7 @@ FORMAT = "rung-compare 1"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
 _MOST, _LEAST = 1e30, 1e-30  # of a measurement; beyond them, computing a chart's scale would overflow a float
 _MOST_ROWS, _MOST_RANKS, _MOST_ENTRIES, _MOST_KINDS = 1000, 10**6, 1000, 32
+Points = tuple[tuple[int, float], ...]  # (step, value)
 PHASES = ("data", "forward", "backward", "communication", "update")
 
 
@@ -105,7 +106,8 @@ class ReportRow:
     bytes_per_step: float | None = None
     communication_seconds: float | None = None
     exposed_seconds: float | None = None  # of a step, waiting for messages
-    losses: tuple[tuple[int, float], ...] = ()
+    losses: Points = ()
+    logged: Mapping[str, Points] = field(default_factory=dict)  # by the task
     loss_difference: float | None = None
     parameter_difference: float | None = None
     timeline: Timeline | None = None
@@ -242,9 +244,8 @@ def _row(raw: Mapping[str, Any]) -> ReportRow:
         bytes_per_step=number(raw.get("bytes_per_step")),
         communication_seconds=number(communication.get("seconds")),
         exposed_seconds=number(communication.get("exposed_seconds")),
-        losses=tuple(
-            (_count(step), found) for step, loss in raw.get("losses") or () if (found := number(loss)) is not None
-        ),
+        losses=_points(raw.get("losses") or ()),
+        logged={str(name): _points(points) for name, points in _few(raw.get("logged") or {}, _MOST_ENTRIES).items()},
         loss_difference=number(difference.get("loss")),
         parameter_difference=number(difference.get("parameters")),
         timeline=_timeline(timeline) if timeline else None,
@@ -252,6 +253,10 @@ def _row(raw: Mapping[str, Any]) -> ReportRow:
         predicted=_predicted(predicted) if predicted else None,
         not_predicted=str(raw["not_predicted"]) if raw.get("not_predicted") else None,
     )
+
+
+def _points(raw: Any) -> Points:
+    return tuple((_count(step), found) for step, value in raw if (found := number(value)) is not None)
 
 
 def _spread(raw: Mapping[str, Any] | None) -> Quantiles | None:

@@ -12,6 +12,7 @@ from rung.compare.report.data import FORMAT, number, read_comparison
 from rung.compare.report.marks import plural, rate, times
 from rung.compare.variants import REFERENCE
 from rung.errors import ReportError
+from rung.spec.logged import TAKEN
 from rung.spec.version import VERSION
 from rung.system.untrusted import lines_of, open_regular, parse_json, read_json, read_regular, refuse_extremes
 
@@ -20,6 +21,7 @@ _SETTINGS = ("batch_size", "precision", "seed")
 _MAX_COMPARISON, _MAX_SETTINGS = 2**26, 2**20  # bytes
 _START_EVENTS = ("start", "resume")
 _MOST_STEPS = 20_000  # kept of a run: a curve shows hundreds, and quantiles need no more
+_MOST_POINTS = 600  # of a figure that the task logs
 _NOT_RECORDED = (
     "A run records no peak memory by kind, no messages and no timeline: `rung compare` measures them and makes the "
     "predictions."
@@ -97,21 +99,21 @@ def _unfinished(name: str, start: Mapping[str, Any], lines: Sequence[Mapping[str
 
 
 def _events_and_steps(file: Path) -> list[dict[str, Any]]:
-    """The events of a run, then its steps; of a long run a sample of them, see `_Steps`.
+    """The events of a run, then its steps and what hooks log; of a long run a sample of them, see `_Steps`.
 
     A resumed run repeats steps: only the last repetition counts. A half-written last line is ignored.
     """
     events: list[dict[str, Any]] = []
-    steps = _Steps()
+    steps, logs = _Steps(), _Steps()
     try:
         with open_regular(file) as opened:
-            _read_lines(opened, events, steps)
+            _read_lines(opened, events, steps, logs)
     except OSError as error:
         raise ReportError(f"{file} cannot be read: {error.strerror}.") from None
-    return [*events, *steps.kept]
+    return [*events, *steps.kept, *logs.kept]
 
 
-def _read_lines(opened: BinaryIO, events: list[dict[str, Any]], steps: _Steps) -> None:
+def _read_lines(opened: BinaryIO, events: list[dict[str, Any]], steps: _Steps, logs: _Steps) -> None:
     for text in lines_of(opened):
         if text.startswith(b'{"step"'):  # almost every line; most of them need no parsing
             steps.add(text)
@@ -119,18 +121,23 @@ def _read_lines(opened: BinaryIO, events: list[dict[str, Any]], steps: _Steps) -
         line = _usable(text)
         if line is not None and line["event"] == "step":
             steps.add(text)
+        if line is not None and line["event"] == "log":
+            logs.add(text)
         if line is None or line["event"] not in ("start", "resume", "end", "slow"):
             continue
         steps.keep_last()
         if line["event"] == "resume":
-            steps.go_back(line["step"])
+            for lines in (steps, logs):
+                lines.go_back(line["step"])
             events[:] = [o for o in events if o["event"] == "start" or _step_of(o) <= line["step"]]
         events.append(line)
     steps.keep_last()
+    logs.keep_last()
 
 
 class _Steps:
-    """The steps of a run, thinned to at most `_MOST_STEPS`: every third, ninth, ... and the last before each event.
+    """Steps of a run, or lines of its hooks, thinned to `_MOST_STEPS`: every third, ninth, ... and the last before each
+    event.
 
     Every second would be biased: what a run does now and then falls on steps that 2, 5 or 10 divide.
     """
@@ -207,6 +214,7 @@ _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
         "seconds": lambda value: _is_figure(value) and number(value) is not None,
         "others_seconds": lambda value: _is_figure(value) and number(value) is not None,
     },
+    "log": {"step": _is_count},
     "end": {},
 }
 
@@ -236,6 +244,7 @@ def _row(start: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[s
         "samples_per_second": _spread([line["samples_per_second"] for line in later]),
         "data_wait_seconds": _mean([line["data_wait_seconds"] for line in later]),
         "losses": [[line["step"], line["loss"]] for line in steps],
+        "logged": logged_points([(line["step"], line) for line in lines if line["event"] in ("step", "log")]),
         "slow": _slow_ranks(lines),
     }
     peak = max((found for line in steps if (found := number(line["peak_memory_bytes"])) is not None), default=None)
@@ -250,6 +259,20 @@ def _row(start: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[s
             if isinstance(state, dict)
         ]
     return row
+
+
+def logged_points(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, list[list[Any]]]:
+    """Step and value of each figure that the task logs, as many as a curve shows."""
+    found: dict[str, list[list[Any]]] = {}
+    for step, figures in sorted(rows, key=lambda row: row[0]):
+        for name, value in figures.items():
+            if name not in TAKEN and _is_figure(value):
+                found.setdefault(name, []).append([step, value])
+    few: dict[str, list[list[Any]]] = {}
+    for name, points in found.items():
+        every = -(-len(points) // _MOST_POINTS)
+        few[name] = [*points[:-1:every], points[-1]]
+    return few
 
 
 def _kinds(state: Mapping[str, Any]) -> dict[str, float]:

@@ -19,11 +19,12 @@ from rung.launch.prepare import resolve_layout
 from rung.launch.rendezvous.elastic import ElasticPolicy
 from rung.spec.abilities import can, runs_threads
 from rung.spec.best_metric import parse_best
-from rung.spec.compatibility import refuse_best_without_evaluation, validate_config
+from rung.spec.compatibility import refuse_best_without_evaluation, refuse_task, validate_config
 from rung.spec.config import RunConfig, count_range, resolve
 from rung.spec.observability import refuse_missing_trackers, tracker_names
 from rung.spec.strategy import Layout, fit, required_num_ranks
 from rung.spec.task import load_task
+from rung.system.store import check_address, is_store, local_folder, masked
 
 # A placeholder: the address of the rendezvous is known when the job starts.
 _SOMEWHERE = "head:29400"
@@ -69,6 +70,11 @@ class SubmittedJob:
         return count_range(self.processes)[1]
 
     @property
+    def local_out(self) -> str:
+        """The directory of the run on a node: its local part, if the run is in a store."""
+        return str(local_folder(self.out.rstrip("/"))) if is_store(self.out) else self.out
+
+    @property
     def nnodes(self) -> str:
         """The number of nodes as --nnodes takes it."""
         least, most = self.nodes
@@ -95,6 +101,14 @@ def describe(
     machine.
     """
     task = load_task(options.task)
+    if is_store(options.resume):
+        raise ConfigError(
+            f"--resume {masked(options.resume)}: a job goes on with the run that is in --out already. Use --out, and "
+            "the same command begins the run or resumes it."
+        )
+    for flag, address in {"--out": options.flags.get("out"), "--init": options.flags.get("init")}.items():
+        if is_store(address):
+            check_address(str(address), flag)
     if options.gpus < 0:
         raise ConfigError(f"--gpus-per-node {options.gpus}: must be 0 or more.")
     for key, what in {"rdzv": "the address of the rendezvous", "rdzv_key": "the key of the job's launchers"}.items():
@@ -125,6 +139,7 @@ def describe(
     if can(layout, "remote_modules"):
         task.remote_patterns()
     task.bind(resolved.arguments)
+    refuse_task(task, layout)
     refuse_best_without_evaluation(task, config)
     out = str(run) if run is not None else config.out or new_run_name(task.name, layout.name)
     if Path(out).name in ("", ".."):

@@ -18,8 +18,10 @@ from rung.launch.submit.job import SubmittedJob, as_word, describe
 from rung.launch.submit.manifest_yaml import write_documents
 from rung.launch.submit.names import refuse_names
 from rung.launch.submit.options import pair_of, submit_options
-from rung.launch.submit.pods import TASK_FOLDER, PodOptions, key_of
+from rung.launch.submit.pods import SCRATCH, TASK_FOLDER, PodOptions, key_of
 from rung.spec.task import files_of, task_file
+from rung.system.launcher_env import STORE_CACHE_VARIABLE
+from rung.system.store import is_store, masked
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
@@ -34,9 +36,10 @@ def submit(options: argparse.Namespace) -> int:
     cluster = _cluster_of(options)
     submitted = submit_options(options)
     if submitted.resume is not None:
+        place = f"{cluster.volumes[0][1]}/RUN" if cluster.volumes else "s3://BUCKET/RUN"
         raise ConfigError(
-            f"--resume {submitted.resume} would look for the run on this machine. Give its directory in the pods, as "
-            f"in --out {cluster.volumes[0][1]}/RUN: a run that is there is resumed."
+            f"--resume {masked(submitted.resume)} would look for the run on this machine. Give its directory in the "
+            f"pods, as in --out {place}: a run that is there is resumed."
         )
     job = describe(submitted, is_elsewhere=True)
     _refuse(job, cluster)
@@ -57,10 +60,10 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def _cluster_of(options: argparse.Namespace) -> PodOptions:
-    if not options.volume:
+    if not options.volume and not is_store(options.out):
         raise ConfigError(
             "without a volume, checkpoints and results would be lost with the pods. Name a claim that all pods can "
-            "write to, and its mount path: --volume CLAIM:/runs."
+            "write to, and its mount path: --volume CLAIM:/runs. Or keep the run in a store: --out s3://BUCKET/RUN."
         )
     for flag in ("cpus", "memory", "shm_size"):
         value = getattr(options, flag)
@@ -124,6 +127,8 @@ def _refuse(job: SubmittedJob, cluster: PodOptions) -> None:
             f"{job.name!r} cannot be the name of a job on Kubernetes: a letter, then letters, digits and hyphens, at "
             f"most {_LONGEST_NAME} in all. Choose another: --name NAME."
         )
+    if is_store(job.out) and cluster.egress == "job":
+        raise ConfigError(f"--egress job lets pods reach nothing but one another, and --out {job.out} is elsewhere.")
     if cluster.form != "trainjob":
         return
     if job.nodes[0] < job.nodes[1]:
@@ -208,11 +213,13 @@ def _in_pods(
 ) -> SubmittedJob:
     """The job as its pods see it."""
     paths = [path for _, path in cluster.volumes]
+    if is_store(out):  # its local part needs a place that pods may write to
+        job = replace(job, environment=(*job.environment, (STORE_CACHE_VARIABLE, f"{SCRATCH}/runs")))
     if out is not None and ".." in PurePosixPath(out).parts:
         raise ConfigError(f"--out {out}: give the path without '..'.")
     if out is None:
         out = f"{paths[0]}/{PurePosixPath(job.out).name}"
-    elif not any(PurePosixPath(out).is_relative_to(path) for path in paths):
+    elif not is_store(out) and not any(PurePosixPath(out).is_relative_to(path) for path in paths):
         raise ConfigError(
             f"--out {out} is on none of the volumes ({', '.join(paths)}), and would be lost with its pod. Try --out "
             f"{paths[0]}/{PurePosixPath(out).name}."

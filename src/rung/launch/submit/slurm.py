@@ -16,6 +16,7 @@ from rung.launch.submit.flags import NOTICE_SECONDS, SBATCH_OPTIONS
 from rung.launch.submit.job import SubmittedJob, describe, describe_each
 from rung.launch.submit.options import pair_of, submit_options
 from rung.launch.submit.slurm_script import Script, render
+from rung.system.store import is_store
 
 # Options that --sbatch refuses: the script sets them itself (""), or they have another name here.
 _TAKEN = {
@@ -36,7 +37,9 @@ def submit(options: argparse.Namespace) -> int:
             f"--nodes {least}:{most}: a Slurm job has a fixed number of nodes. Use --nodes {most}; after the loss of "
             "one, the job is requeued and resumes from its newest checkpoint, and --resume takes another number."
         )
-    base = jobs[0].out.rstrip("/") if len(jobs) == 1 else str(Path(jobs[0].out).parent)  # beside the runs
+    # Beside the runs; of several runs in a store, in the folder of their local parts.
+    several = str(Path(jobs[0].local_out).parent if not is_store(jobs[0].out) else Path(jobs[0].local_out))
+    base = jobs[0].local_out.rstrip("/") if len(jobs) == 1 else several
     notice = options.notice if options.notice is not None else max(NOTICE_SECONDS, jobs[0].grace_seconds + 30)
     if notice > _MOST_NOTICE:
         raise ConfigError(f"--notice {notice}: Slurm takes at most {_MOST_NOTICE}.")
@@ -162,7 +165,7 @@ def _print_summary(jobs: list[SubmittedJob], number: str, path: Path, output: st
     if len(jobs) == 1:
         rows["watch"] = f"rung watch {shlex.quote(first.out)}  (once it runs)"
     else:
-        rows["report"] = f"rung report {shlex.join(job.out for job in jobs)}  (when they are done)"
+        rows["report"] = f"rung report {shlex.join(job.local_out for job in jobs)}  (when they are done)"
     lines = [f"submitted job {number}: {what}", *(f"  {key:<8}{value}" for key, value in rows.items())]
     sys.stdout.write("\n".join(lines) + "\n")
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rung.distributed.world import World
+from rung.parallel.combined_optimizer import kind_of
 from rung.parallel.compression.base import GradientExchange, Slots, Wire, ring_bytes
 from rung.parallel.compression.feedback import ErrorFeedback
 from rung.parallel.compression.hooks import halve_gradients
@@ -64,7 +65,7 @@ def make_exchange(
 def _momentum_note(method: str, optimizer: Optimizer, takes_momentum: bool) -> str:
     if takes_momentum:
         return f"{method} takes over SGD's momentum: each rank applies it before gradients are exchanged"
-    name = type(optimizer).__name__
+    name = kind_of(optimizer)
     if type(optimizer) is torch.optim.SGD:
         return f"{method} is plain error feedback: {name} has no momentum to take over"
-    return f"{method} is plain error feedback: momentum stays with {name}, which is not torch.optim.SGD"
+    return f"{method} is plain error feedback: momentum stays with {name}; it is taken over from SGD alone"

@@ -31,13 +31,14 @@ class ErrorFeedback(GradientExchange):
         self._residual = slots.zeros()
         self._velocity = slots.zeros() if self.takes_momentum else None
         self._next: tuple[Tensor, Tensor | None] = (self._residual, self._velocity)
-        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
     def _accumulated(self, gradient: Tensor, used: list[bool] | None) -> tuple[Tensor, Tensor | None]:
         """The residual plus this step's gradient or update, and the velocity. Unused parameters stay unchanged."""
         if self._velocity is None:
             return self._residual + gradient, None
         velocity, residual = self._velocity.clone(), self._residual.clone()
+        # Not kept: loading a checkpoint replaces the groups, and the schedule changes the new ones.
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         rows = zip(
             self.slots.parameters,
             self.slots.views(gradient),
@@ -49,7 +50,7 @@ class ErrorFeedback(GradientExchange):
         for parameter, own, own_velocity, own_residual, flag in rows:
             if not flag:
                 continue
-            group = self._groups.get(id(parameter))
+            group = groups.get(id(parameter))
             if group is None:
                 continue  # it has a gradient, but the optimizer does not update it
             momentum = float(group["momentum"])

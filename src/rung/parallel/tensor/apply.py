@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from rung.distributed import fake_world
 from rung.distributed.torch_private import assert_async, tree_map_only
 from rung.errors import ModelError
-from rung.parallel.float8 import Float8Linear
-from rung.parallel.tensor.collectives import (
+from rung.parallel.chunked_cross_entropy import VocabularyPart
+from rung.parallel.chunked_loss import ChunkedLinear
+from rung.parallel.collectives import (
     copy_for_parts,
     cut_part,
     gather_for_parts,
@@ -32,7 +33,9 @@ from rung.parallel.tensor.collectives import (
     sum_into_parts,
     sum_parts,
 )
-from rung.parallel.tensor.layers import is_conv1d, num_outputs, output_dim
+from rung.parallel.float8 import Float8Linear
+from rung.parallel.linear_layers import is_conv1d, num_outputs, output_dim
+from rung.parallel.tensor.experts import compute_own_experts
 from rung.parallel.tensor.plan import TensorPlan
 from rung.parallel.tensor.vocab_parallel_loss import VocabularyLoss, whole_output
 
@@ -60,6 +63,9 @@ def apply_tensor_plan(module: nn.Module, prefix: str, plan: TensorPlan, mesh: De
             if id(parameter) not in shards:  # a tied weight stays one parameter
                 shards[id(parameter)] = _shard_parameter(parameter, _placement(style, child, key), mesh, rank)
             child.register_parameter(key, shards[id(parameter)])
+        if style == "experts":
+            compute_own_experts(child, plan.experts[full], group)
+            continue
         parallel_style: ParallelStyle = _Linear(style, group, entries.get(full))
         if style in ("embedding", "summed"):
             parallel_style = _Embedding(group) if style == "embedding" else _Summed()
@@ -135,7 +141,7 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def _placement(style: str, module: nn.Module, key: str) -> Placement:
     if style == "summed":
         return Replicate()
-    if style == "embedding":
+    if style in ("embedding", "experts"):
         return Shard(0)
     if style.startswith("rowwise"):
         return Shard(1 - output_dim(module)) if key == "weight" else Replicate()
@@ -197,7 +203,12 @@ class _Linear(ParallelStyle):
             bias: Any = module.bias
             if style != "colwise_sequence":  # the backward of its gather sums the gradients already
                 x = copy_for_parts(x, group) if entry is None else entry.copy(x, group)
-            part = linear(x, None if bias is None else bias.to_local())
+            own_bias = None if bias is None else bias.to_local()
+            if style == "vocabulary_head" and isinstance(module, ChunkedLinear):
+                head = module.in_chunks(x, _local_part(module.weight), own_bias, VocabularyPart(group, size))
+                if head is not None:
+                    return head
+            part = linear(x, own_bias)
             if style == "colwise_gather":
                 return gather_parts(part, -1, size, group)
             return _sharded_logits(part, size, device_mesh) if style == "vocabulary_head" else part

@@ -7,17 +7,18 @@ results gathered, which is always correct. This module uses no process group: ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from rung.distributed.torch_private import Dropout
 from rung.errors import StrategyError
-from rung.parallel.blocks import BlockReuse, describe
+from rung.parallel.blocks import BlockReuse, describe, fold
+from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.forward_trace import Call, tensors_of
-from rung.parallel.tensor.layers import can_shard, is_linear, is_norm, is_plain, num_inputs, num_outputs, output_dim
-from rung.parallel.tensor.survey import Survey, fold
+from rung.parallel.linear_layers import can_shard, is_linear, is_norm, is_plain, num_inputs, num_outputs, output_dim
+from rung.parallel.tensor.survey import Survey
 from rung.parallel.tensor.user_plan import carried_plan, check_styles, match_carried, match_given
 from rung.parallel.tensor.validate import Pair, Points, ShardingCheck
 
@@ -36,6 +37,7 @@ class TensorPlan:
     pairs: tuple[Pair, ...] = ()
     sequence_blocks: tuple[str, ...] = ()  # between these, activations are sharded along the sequence
     gathers: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)  # module -> arguments it gathers
+    experts: Mapping[str, ExpertCall] = field(default_factory=dict)  # modules whose experts are shared out
 
     @property
     def keeps_vocabulary_cut(self) -> bool:
@@ -80,7 +82,55 @@ def make_plan(
     gathers = {f"{block}.{name}": keys for block, points in sequence.items() for name, keys in points.items()}
     owners = [n for n, m in survey.modules.items() if any(True for _ in m.parameters(recurse=False))]
     whole = tuple(fold(name or "the model itself" for name in owners if name not in styles))
-    return TensorPlan(num_ranks, styles, source, whole, tuple(survey.notes), tuple(pairs), tuple(sequence), gathers)
+    experts = {n: call for n, call in survey.experts.items() if isinstance(call, ExpertCall) and n in styles}
+    return TensorPlan(
+        num_ranks, styles, source, whole, tuple(survey.notes), tuple(pairs), tuple(sequence), gathers, experts
+    )
+
+
+def plan_adapters(plan: TensorPlan, layers: Mapping[str, Any]) -> TensorPlan:
+    """The plan with adapters beside these layers, from that of the model without any.
+
+    An adapted layer is linear, so what is proven for the plain one holds. Cut by outputs, B is cut alike, and A with
+    its result is the same on all ranks. Cut by inputs, A is cut alike and its result summed over the ranks.
+    """
+    adapted = {name: layer for name, layer in layers.items() if name in plan.styles}
+    if not adapted:
+        return plan
+    styles: dict[str, str] = {}
+    for name, style in plan.styles.items():
+        layer = adapted.get(name)
+        if layer is None:
+            styles[name] = style
+            continue
+        known = ("base_layer.", "lora_A.", "lora_B.", "lora_embedding_")
+        if other := [key for key, _ in layer.named_parameters() if not key.startswith(known)]:
+            raise StrategyError(
+                f"{name}: its adapter is more than A and B (it has {other[0]}, as peft's DoRA), and tensor parallelism "
+                "would compute that from a part of the weight. Use a strategy that leaves weights whole, such as zero3."
+            )
+        styles[_base_layer(name, adapted)] = style
+        by_inputs = style == "rowwise"
+        inner = "lora_A" if by_inputs else "lora_B"
+        styles |= {f"{name}.{inner}.{adapter}": style for adapter in getattr(layer, inner)}
+        dropouts = getattr(layer, "lora_dropout", nn.ModuleDict()).values()
+        size = num_inputs(layer.base_layer)
+        if by_inputs and size % plan.num_ranks and any(getattr(dropout, "p", 0) > 0 for dropout in dropouts):
+            raise StrategyError(
+                f"{name}: {plan.num_ranks} tensor ranks have unequal parts of its {size} inputs, and with dropout in "
+                "its adapter they would draw unequal numbers. Leave dropout out, or use another number of tensor ranks."
+            )
+    pairs = [
+        replace(
+            pair, columns=tuple(_base_layer(n, adapted) for n in pair.columns), rows=_base_layer(pair.rows, adapted)
+        )
+        for pair in plan.pairs
+    ]
+    return replace(plan, styles=styles, pairs=tuple(pairs))
+
+
+def _base_layer(name: str, adapted: Mapping[str, Any]) -> str:
+    return f"{name}.base_layer" if name in adapted else name
 
 
 def _derive(survey: Survey, styles: dict[str, str], reuse: BlockReuse) -> list[Pair]:
@@ -120,7 +170,8 @@ def _derive(survey: Survey, styles: dict[str, str], reuse: BlockReuse) -> list[P
         styles[pair.rows] = "rowwise"
     gathered = []
     for name in open_layers:
-        if name not in styles and can_shard(num_outputs(survey.modules[name]), survey.num_ranks):
+        size = num_outputs(survey.modules[name])
+        if name not in styles and can_shard(size, survey.num_ranks) and not survey.is_router(name, size):
             styles[name] = "colwise_gather"
             gathered.append(name)
     inside_blocks = [n for n in gathered if any(n.startswith(f"{b}.") for b, _ in survey.blocks)]
@@ -135,6 +186,11 @@ def _derive(survey: Survey, styles: dict[str, str], reuse: BlockReuse) -> list[P
             continue
         if is_plain(module) and can_shard(module.num_embeddings, survey.num_ranks):
             styles[name] = "embedding"
+    for name, shared in survey.experts.items():
+        if isinstance(shared, ExpertCall):
+            styles.setdefault(name, "experts")
+    left = {fold([name])[0]: reason for name, reason in survey.experts.items() if isinstance(reason, str)}
+    survey.notes.extend(f"{name}: left whole: {reason}" for name, reason in left.items())
     return pairs
 
 
@@ -214,7 +270,7 @@ def _find_conflict(survey: Survey, styles: Mapping[str, str]) -> tuple[str, list
             dim: int | None = None
             if style not in ("whole", "summed"):
                 is_bias = survey.model.get_parameter(parameter).dim() == 1
-                dim = 0 if is_bias or style == "embedding" else output_dim(survey.modules[name])
+                dim = 0 if is_bias or style in ("embedding", "experts") else output_dim(survey.modules[name])
                 if style == "rowwise":
                     dim = None if is_bias else 1 - dim
             dims.setdefault(parameter, {})[name] = dim

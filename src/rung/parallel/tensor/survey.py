@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +11,12 @@ from torch import nn
 
 from rung.distributed.torch_private import forward_hooks_of, tree_leaves
 from rung.parallel.blocks import describe, find_blocks, num_parameters
+from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.forward_trace import Call, ForwardTrace, trace_forward
-from rung.parallel.tensor.layers import is_linear
+from rung.parallel.linear_layers import is_linear
 from rung.parallel.tensor.validate import Pair, ShardingCheck
 
 _LARGEST_CHECK_BYTES = 8 << 30  # for layers outside blocks; blocks are checked at any size
-
-
-def fold(names: Iterable[str]) -> list[str]:
-    """Distinct names, with block numbers replaced by `*`."""
-    return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
 
 
 def _has_hooks_inside(module: nn.Module) -> bool:
@@ -45,6 +40,8 @@ class Survey:
     pattern: str | None
     # Modules whose forward may read values of tensors; all ranks of a tensor group read the same ones.
     may_decide: Callable[[str, nn.Module], bool] = lambda name, module: False
+    # How modules with experts are called, or why their experts cannot be shared out; they run as `without_experts`.
+    experts: Mapping[str, ExpertCall | str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,6 +80,18 @@ class Survey:
     def linears(self) -> list[str]:
         """The linear layers that can be sharded, in call order."""
         return [n for n in self.called if is_linear(self.modules[n]) and n not in self.used_directly]
+
+    def is_router(self, name: str, num_outputs: int) -> bool:
+        """Whether a linear layer has an output for each expert beside it: cut, it would cost more than it saves."""
+        parent = name.rpartition(".")[0]
+        for around in filter(None, (parent, parent.rpartition(".")[0])):
+            for key, child in self.modules[around].named_children():
+                experts = self.experts.get(f"{around}.{key}")
+                if isinstance(experts, ExpertCall) and experts.num_experts == num_outputs:
+                    return True
+                if isinstance(child, nn.ModuleList) and len(child) == num_outputs > 1:
+                    return True
+        return False
 
     def regions(self, names: Sequence[str]) -> Iterator[tuple[str, Call, list[str]]]:
         """The modules in which to look for pairs among `names`: blocks, then the parents of the remaining layers.

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from rung.errors import StrategyError, TaskError, nearest
-from rung.parallel.blocks import describe
-from rung.parallel.tensor.layers import can_shard, is_linear, is_norm, is_plain, num_inputs, num_outputs
-from rung.parallel.tensor.survey import Survey, fold
+from rung.parallel.blocks import describe, fold
+from rung.parallel.experts.validate import ExpertCall
+from rung.parallel.linear_layers import can_shard, is_linear, is_norm, is_plain, num_inputs, num_outputs
+from rung.parallel.tensor.survey import Survey
 from rung.parallel.tensor.validate import Pair, ShardingCheck
 
 # The styles that a task may give to a module.
@@ -22,6 +23,7 @@ STYLES = {
     "embedding": "an embedding sharded by rows",
     "vocabulary_head": "a linear layer whose result stays sharded for the loss",
     "summed": "a norm between colwise and rowwise layers: replicated, its gradient summed over the ranks",
+    "experts": "a module with the experts of a layer, some whole ones on each rank; their results are summed",
     "whole": "replicated on every rank",
 }
 # Hugging Face's names for these styles. A module with any other style is planned by derivation.
@@ -32,6 +34,9 @@ _HUGGING_FACE_STYLES = {
     "colwise_gather_output": "colwise_gather",
     "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "summed",
+    # It cuts the inner dimension of each expert. Whole experts need no part of a matrix that holds two, and no other
+    # messages.
+    "moe_tp_experts": "experts",
 }
 
 
@@ -51,7 +56,9 @@ def match_given(survey: Survey, given: Mapping[str, str]) -> dict[str, str]:
         for name in found:
             module = survey.modules[name]
             style_here = "embedding" if style == "rowwise" and type(module) is nn.Embedding else style
-            if not _fits(module, style_here):
+            if isinstance(reason := survey.experts.get(name), str) and style == "experts":
+                raise TaskError(f"tensor plan: ranks cannot share the experts of {name}: {reason}.")
+            if not _fits(survey, name, style_here):
                 raise TaskError(f"tensor plan: {name} is a {type(module).__name__} and cannot be {style}, as it is.")
             if style_here not in ("whole", "summed") and name in survey.used_directly:
                 raise TaskError(f"tensor plan: {name} cannot be sharded: its weight is also used by other code.")
@@ -63,9 +70,12 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
 
 
-def _fits(module: nn.Module, style: str) -> bool:
+def _fits(survey: Survey, name: str, style: str) -> bool:
+    module = survey.modules[name]
     if style == "whole":
         return True
+    if style == "experts":
+        return isinstance(survey.experts.get(name), ExpertCall)
     if style == "embedding":
         return type(module) is nn.Embedding and is_plain(module)
     return is_norm(module) if style == "summed" else is_linear(module)
@@ -88,7 +98,9 @@ def match_carried(survey: Survey, carried: Mapping[str, str]) -> dict[str, str]:
     for pattern, style in carried.items():
         for name in (n for n in survey.modules if n and _matches(n, pattern)):
             known = _HUGGING_FACE_STYLES.get(style, "")
-            if known and _fits(survey.modules[name], known) and name not in survey.used_directly:
+            if known == "experts" and name in survey.experts:
+                continue  # they are shared out in any case, or a note says why not
+            if known and _fits(survey, name, known) and name not in survey.used_directly:
                 styles[name] = known
             else:
                 unknown.setdefault(style, []).append(name)
@@ -114,7 +126,7 @@ def _sharded_size(module: nn.Module, style: str) -> int:
 def check_styles(survey: Survey, styles: Mapping[str, str]) -> list[Pair]:
     """The pairs of a given plan. Raises if one is wrong, with the numbers of ranks that would be valid."""
     for name, style in styles.items():
-        if style in ("whole", "summed"):
+        if style in ("whole", "summed", "experts"):
             continue
         size = _sharded_size(survey.modules[name], style)
         if not can_shard(size, survey.num_ranks):

@@ -23,7 +23,7 @@ from rung.distributed import fake_world
 from rung.distributed.torch_private import BatchNorm, Dropout, tree_map_only
 from rung.parallel.dropout import NoDropout
 from rung.parallel.forward_trace import Call, tensors_of
-from rung.parallel.tensor.layers import can_shard, is_conv1d, is_linear, is_norm, num_inputs, num_outputs
+from rung.parallel.linear_layers import can_shard, is_conv1d, is_linear, is_norm, num_inputs, num_outputs
 
 # Module -> the arguments (by position or name) that are gathered before it is called.
 Points = dict[str, tuple[int | str, ...]]
@@ -33,7 +33,7 @@ _SHORT_BATCH, _SHORT_LENGTH = 2, 8
 _PERIOD = 2**20 - 3
 _SHIFT = 7  # a larger weight is one strided vector: each row starts this many numbers after the previous one
 # Modules that draw random numbers or mix samples in training run in eval mode; the code around them is under test.
-_DIFFERENT_IN_TRAINING = (Dropout, BatchNorm, nn.MultiheadAttention, nn.RNNBase)
+DIFFERENT_IN_TRAINING = (Dropout, BatchNorm, nn.MultiheadAttention, nn.RNNBase)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class ShardingCheck:
         self.reason = ""
         # At least two positions per rank, and a multiple of the number of ranks.
         length = max(_SHORT_LENGTH // num_ranks, 2) * num_ranks
-        with _isolated():
-            self.tensors = tensors if tensors is not None else _random_state(block)
+        with isolated():
+            self.tensors = tensors if tensors is not None else random_state(block)
             for short, flag in ((length, True), (length, False), (0, True), (0, False)):
                 self.args, self.kwargs = _random_inputs(call, short, num_ranks, flag)
                 with contextlib.suppress(Exception):
@@ -107,7 +107,7 @@ class ShardingCheck:
             return None
         if len(self.inputs[rows].chunk(num_ranks, dim=-1)) < num_ranks:
             return None
-        with _isolated():
+        with isolated():
             try:
                 if not all(self._affects(name, rows) for name in columns):
                     return None
@@ -136,7 +136,7 @@ class ShardingCheck:
         around = [self._module_around(pair, owned) for pair in pairs]
         layers = [pair.columns for pair in pairs]
         for points in ([(m,) if m else own for m, own in zip(around, layers, strict=True)], layers):
-            with _isolated(), contextlib.suppress(Exception):
+            with isolated(), contextlib.suppress(Exception):
                 wanted = {name for names in points for name in names}
                 found = [self._cut_positions(pairs, wanted, rank, num_ranks) for rank in range(num_ranks)]
                 if found[0] and all(keys == found[0] for keys in found):
@@ -185,7 +185,7 @@ class ShardingCheck:
             self.modules[name].forward = forward
         training = {module: module.training for module in self.block.modules()}
         for module in training:
-            module.training = self._training and not isinstance(module, _DIFFERENT_IN_TRAINING)
+            module.training = self._training and not isinstance(module, DIFFERENT_IN_TRAINING)
         try:
             # The same random numbers in every run and on every rank: ranks must come to the same plan.
             with NoDropout() as dropout, torch.random.fork_rng(devices=[]):
@@ -214,7 +214,7 @@ class ShardingCheck:
         forward = self.modules[name].forward
 
         def known(x: Tensor) -> Tensor:
-            result: Tensor = self.results[name] if _equal(x, self.inputs[name]) else forward(x)
+            result: Tensor = self.results[name] if equal(x, self.inputs[name]) else forward(x)
             return result
 
         return known
@@ -230,7 +230,7 @@ class ShardingCheck:
 
         with contextlib.suppress(_Reached):
             self._run({name: lambda x: 1 - whole(x), rows: catch})  # any other values would do
-        return not _equal(captured[0], self.inputs[rows])
+        return not equal(captured[0], self.inputs[rows])
 
     def _check_rank(self, columns: Sequence[str], rows: str, rank: int, num_ranks: int) -> list[str] | None:
         """The norms with partial gradients if one rank's part is correct; None if it is not."""
@@ -260,7 +260,7 @@ class ShardingCheck:
         # these layers would not be summed, so none may arrive once their inputs are detached (norms excepted).
         output, around = run(detached=True)
         wanted = self.inputs[rows].chunk(num_ranks, dim=-1)[rank]
-        if len(captured) != 1 or not _equal(captured[0], wanted) or not _equal(output, self.output):
+        if len(captured) != 1 or not equal(captured[0], wanted) or not equal(output, self.output):
             return None
         if all(gradient is None for gradient in around):
             return []
@@ -273,7 +273,7 @@ class ShardingCheck:
             owner = "" if name is None else name.rpartition(".")[0]
             if not owner or not is_norm(self.modules[owner]) or self.num_calls[owner] != 1:
                 return None
-            if total is None or not _equal(gradient, total):
+            if total is None or not equal(gradient, total):
                 return None
             summed.add(owner)
         return sorted(summed)
@@ -296,7 +296,7 @@ class ShardingCheck:
                 for key, value in arguments.items():
                     whole = self.given[name][key]
                     if isinstance(value, Tensor) and value.shape != whole.shape:
-                        right.append(_equal(value, positions(whole)))
+                        right.append(equal(value, positions(whole)))
                         found[name] = (*found.get(name, ()), key)
                         arguments[key] = whole
                 return forward(*(arguments[n] for n in range(len(args))), **{key: arguments[key] for key in kwargs})
@@ -305,7 +305,7 @@ class ShardingCheck:
 
         def row(name: str) -> Callable[[Tensor], Tensor]:
             def forward(x: Tensor) -> Tensor:
-                right.append(_equal(x, self.inputs[name].chunk(num_ranks, dim=-1)[rank]))
+                right.append(equal(x, self.inputs[name].chunk(num_ranks, dim=-1)[rank]))
                 return positions(self.results[name])
 
             return forward
@@ -314,18 +314,18 @@ class ShardingCheck:
         replaced |= {name: self._part(name, rank, num_ranks) for pair in pairs for name in pair.columns}
         replaced |= {name: enter(name, replaced.get(name, self.modules[name].forward)) for name in points}
         output = self._run(replaced, (positions(self.args[0]), *self.args[1:]))
-        is_right = all(right) and _equal(tensors_of(output)[0], positions(tensors_of(self.output)[0]))
+        is_right = all(right) and equal(tensors_of(output)[0], positions(tensors_of(self.output)[0]))
         return found if is_right and set(found) == points else None
 
 
 @contextlib.contextmanager
-def _isolated() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Real CPU tensors, gradients on, and the global random state restored afterwards."""
     with fake_world.outside_fakes(), torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         yield
 
 
-def _random_state(block: nn.Module) -> dict[str, Tensor]:
+def random_state(block: nn.Module) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     for name, parameter in block.named_parameters():
@@ -404,7 +404,7 @@ def _gradients(loss: Tensor, sources: list[Tensor]) -> list[Tensor | None]:
     return [gradient if gradient is not None and bool(gradient.any()) else None for gradient in found]
 
 
-def _equal(left: Any, right: Any) -> bool:
+def equal(left: Any, right: Any) -> bool:
     ours, theirs = tensors_of(left), tensors_of(right)
     if [t.shape for t in ours] != [t.shape for t in theirs]:
         return False

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rung.distributed.torch_private import assert_async, tree_any, tree_map_only
-from rung.parallel.tensor.collectives import gather_parts
+from rung.parallel.collectives import gather_parts
 
 # Functions that keep the sharded dimension or that DTensor handles correctly. All others get gathered tensors.
 _KEEPS_SHARDING = frozenset(

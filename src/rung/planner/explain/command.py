@@ -33,14 +33,14 @@ from rung.planner.explain.tables import (
     message_rows,
     most_held,
     parameter_rows,
-    plural,
 )
+from rung.spec.abilities import describe_layout
 from rung.spec.compatibility import validate_config
 from rung.spec.config import count_range, resolve
 from rung.spec.strategy import default_name, parse, required_num_ranks
 from rung.spec.task import load_task
 from rung.system.disk import check_file, writing
-from rung.system.units import human_bytes
+from rung.system.units import human_bytes, plural
 
 _MOST_ROWS = 40  # of parameters
 _MOST_RANKS = 16  # of the chart
@@ -108,7 +108,7 @@ def explain_command(
 def show(explanation: Explanation, console: Console) -> None:
     """Print the explanation, from the strategy down to single messages."""
     layout = explanation.layout
-    title = f"{explanation.task}, {layout.describe()} on {plural(layout.num_ranks, 'rank')}"
+    title = f"{explanation.task}, {describe_layout(layout)} on {plural(layout.num_ranks, 'rank')}"
     console.print(Text(title, style="bold"))
     mesh = " x ".join(f"{axis} {size}" for axis, size in layout.axes.items() if size > 1)
     console.print(f"  model: {describe_model(explanation)}" + (f"; mesh: {mesh}" if mesh else ""))

@@ -120,7 +120,8 @@ def explain(
             batches = make_batches(task, config, world)
             try:
                 runtime = build_runtime(task, world, config, total_steps=2, status=status)
-                views.append(record_step(runtime, world, status, batches))
+                with fake_world.known_indices(world.tensors.fake_mode):
+                    views.append(record_step(runtime, world, status, batches))
             except fake_world.NEEDS_VALUES as error:
                 raise ModelError(
                     f"{task.name}: the model or the loss reads tensor values ({error}), which fake tensors do not "
@@ -257,9 +258,9 @@ def _places(runtime: Runtime) -> list[ParameterPlace]:
             continue
         local, cut = _local(parameter), {}
         if isinstance(parameter, DTensor):
-            axes = parameter.device_mesh.mesh_dim_names or ()
-            for axis, placement in zip(axes, parameter.placements, strict=True):
-                if not placement.is_replicate() and runtime.world.layout.axes[axis] > 1:
+            mesh = parameter.device_mesh
+            for axis, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True):
+                if not placement.is_replicate() and size > 1:
                     cut[axis] = placement.dim % max(1, parameter.dim())  # type: ignore[attr-defined]
         shape, local_shape, dtype = tuple(parameter.shape), tuple(local.shape), str(local.dtype).removeprefix("torch.")
         stages = holders.get(name, (0,))

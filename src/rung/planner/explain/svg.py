@@ -18,10 +18,10 @@ from rung.planner.explain.tables import (
     human_shape,
     message_rows,
     parameter_rows,
-    plural,
 )
+from rung.spec.abilities import describe_layout
 from rung.system.svg import GREY, INK, LINE, MARGIN, PANEL, WIDTH, Page, element
-from rung.system.units import human_bytes
+from rung.system.units import human_bytes, plural
 
 _LABEL = 150  # width of the labels at the left of rows
 _STATES = {"parameters": "#56b4e9", "gradients": "#d55e00", "optimizer": "#8a949e"}
@@ -76,7 +76,7 @@ def draw(explanation: Explanation) -> str:
     page.text(MARGIN, page.y, title, size=21, bold=True)
     page.y += 4
     page.paragraph(
-        f"{layout.describe()}; {describe_model(explanation)}; {describe_batch(explanation)}", size=13, fill=INK
+        f"{describe_layout(layout)}; {describe_model(explanation)}; {describe_batch(explanation)}", size=13, fill=INK
     )
     page.y += 2
     for note in fold_stage_notes(explanation.notes):

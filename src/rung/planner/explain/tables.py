@@ -14,7 +14,7 @@ from typing import Any
 
 from rung.planner.explain.explanation import Explanation, ParameterPlace, RankView, idle_share, lay_out
 from rung.planner.recorder import Message
-from rung.system.units import human_bytes
+from rung.system.units import human_bytes, plural
 
 PHASES = ("forward", "backward", "update")
 STATES = ("parameters", "gradients", "optimizer", "compression", "buffers")
@@ -216,8 +216,3 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def human_shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) if shape else "scalar"
-
-
-def plural(count: int, word: str) -> str:
-    ending = "" if count == 1 else "es" if re.search("(ch|s)$", word) else "s"
-    return f"{count:,} {word}{ending}"

@@ -21,10 +21,10 @@ from rung.data.batches import Batches
 from rung.distributed.rpc import Calls, async_execution, served
 from rung.distributed.world import World
 from rung.parallel.materialize import Weights, is_absent
-from rung.runtime.base import LocalStep, Traffic, Updates
+from rung.runtime.base import LocalStep, Names, Traffic, Updates
 from rung.runtime.context import ContextRuntime, RuntimeContext
 from rung.runtime.measure import Measured, add_measured, figures_of_set
-from rung.runtime.optimizer import learning_rate
+from rung.runtime.optimizer import learning_rate, learning_rates
 from rung.runtime.parameter_server.base import collect_weights, num_bytes
 from rung.runtime.parameter_server.scheduler import WorkItem, WorkResult, WorkScheduler
 from rung.runtime.parameter_server.sync import Gradients, place_parameters
@@ -231,7 +231,8 @@ class AsyncServer(ContextRuntime):
             with self.clock.waiting():
                 result = scheduler.take(self._barriers.after(window.step)) if scheduler is not None else None
                 gradients = self._gradients(result)
-            rate = learning_rate(self.optimizer)  # before the schedule's step changes it
+            # Before the schedule's step changes them.
+            rate, rates = learning_rate(self.optimizer), learning_rates(self.optimizer)
             with self._endpoint.updating():
                 for parameter, gradient in zip(own, gradients, strict=True):
                     parameter.grad = None if gradient is None else gradient.to(parameter.device)
@@ -254,6 +255,7 @@ class AsyncServer(ContextRuntime):
             loss.to(self.world.device),
             content["norm"] if content is not None else torch.zeros_like(loss),
             rate,
+            rates,
             staleness=result.staleness if result is not None else None,
         )
 
@@ -291,8 +293,8 @@ class AsyncServer(ContextRuntime):
     def traffic(self) -> dict[str, Traffic]:
         return self._endpoint.traffic
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return collect_weights(self.context)
+    def named_weights(self, names: Names = None) -> Iterator[tuple[str, Tensor]]:
+        return collect_weights(self.context, names)
 
 
 def ping_trainers(scheduler: WorkScheduler, calls: Calls, is_over: threading.Event) -> None:

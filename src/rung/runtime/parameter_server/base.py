@@ -18,10 +18,10 @@ from rung.data.batch_shard import LocalBatch
 from rung.distributed.torch_private import sparse_parts
 from rung.parallel.gradients import clip, global_norm, gradient_figures
 from rung.parallel.materialize import is_absent
-from rung.runtime.base import LocalStep, Probe
+from rung.runtime.base import LocalStep, Names, Probe
 from rung.runtime.context import ContextRuntime, RuntimeContext
 from rung.runtime.measure import figures_of_set
-from rung.runtime.optimizer import learning_rate
+from rung.runtime.optimizer import learning_rate, learning_rates
 from rung.runtime.update import end_update, norm_over_ranks
 from rung.runtime.weights import share_buffers
 
@@ -82,7 +82,8 @@ class ServerRuntime(ContextRuntime):
             self.context.enter("update")
             with self.clock.waiting():
                 self._endpoint.collect(own)
-            rate, norm = learning_rate(self.optimizer), None  # before the schedule's step changes it
+            # Before the schedule's step changes them.
+            rate, rates, norm = learning_rate(self.optimizer), learning_rates(self.optimizer), None
             if max_norm is not None or want_norm:
                 norm = norm_over_ranks(global_norm(own), self.world)
             if max_norm is not None:
@@ -92,7 +93,7 @@ class ServerRuntime(ContextRuntime):
             self.optimizer.step()
             end_update(self.context)
             self._endpoint.answer(own)
-        return LocalStep(torch.zeros((), device=self.world.device), norm, rate)
+        return LocalStep(torch.zeros((), device=self.world.device), norm, rate, rates)
 
     def probe(self, window: LocalBatch) -> Probe:
         own = [(name, p) for name, p in self.context.trainable if not is_absent(p)]
@@ -110,25 +111,26 @@ class ServerRuntime(ContextRuntime):
             self.context.status.touch()
         return figures_of_set(self.world, {}, {})
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return collect_weights(self.context)
+    def named_weights(self, names: Names = None) -> Iterator[tuple[str, Tensor]]:
+        return collect_weights(self.context, names)
 
 
-def trainer_weights(context: RuntimeContext) -> Iterator[tuple[str, Tensor]]:
+def trainer_weights(context: RuntimeContext, names: Names = None) -> Iterator[tuple[str, Tensor]]:
     """`collect_weights` on a trainer, with the buffers of the first trainer."""
-    share_buffers(context)
-    return collect_weights(context)
+    if names is None:
+        share_buffers(context)
+    return collect_weights(context, names)
 
 
-def collect_weights(context: RuntimeContext) -> Iterator[tuple[str, Tensor]]:
+def collect_weights(context: RuntimeContext, names: Names = None) -> Iterator[tuple[str, Tensor]]:
     """The module's state dict on the main rank, each tensor from its server, or else from the first trainer. All ranks
     must iterate together."""
     model, world, places = context.model, context.world, context.parallel.places
-    names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    canonical = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     for key, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or (names is not None and key not in names):
             continue
-        home = places.get(names.get(id(value), key), world.layout.servers)
+        home = places.get(canonical.get(id(value), key), world.layout.servers)
         whole = torch.empty(0)
         if world.is_main:
             whole = on_host(value) if home == 0 else torch.empty(value.shape, dtype=value.dtype)

@@ -1,4 +1,4 @@
-"""The layers that tensor parallelism can cut, and their sizes."""
+"""Linear layers, norms and embeddings that Rung cuts or adapts, and their sizes."""
 
 from __future__ import annotations
 

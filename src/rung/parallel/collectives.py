@@ -1,4 +1,4 @@
-"""Differentiable collectives on plain tensors that are sharded along one dimension as `torch.chunk` does.
+"""Differentiable collectives on plain tensors that ranks hold in parts, along one dimension as `torch.chunk` cuts it.
 
 They come in pairs, each the derivative of the other, and every backward calls the other one of its pair: so they can be
 differentiated as often as a model likes, as for a gradient penalty.
@@ -86,6 +86,30 @@ def sum_parts(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce; backward is the identity. The gradient must be equal on all ranks."""
     total: Tensor = _SumParts.apply(partial, group)  # type: ignore[no-untyped-call]
     return total
+
+
+def exchange(
+    rows: Tensor, group: dist.ProcessGroup, sends: list[int] | None = None, receives: list[int] | None = None
+) -> Tensor:
+    """All-to-all of rows, `sends[r]` of which go to rank r, in order; `receives[r]` come from it. One row each without
+    these numbers. The derivative is the same with the numbers exchanged."""
+    received: Tensor = _AllToAll.apply(rows, group, sends, receives)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup, sends: list[int] | None, receives: list[int] | None
+    ) -> Tensor:
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        received = rows.new_empty(len(rows) if receives is None else sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return exchange(gradient, ctx.group, ctx.receives, ctx.sends), None, None, None
 
 
 class _CopyForParts(torch.autograd.Function):

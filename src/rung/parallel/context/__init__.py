@@ -1,0 +1,1 @@
+"""Sequences divided over ranks: each has a part of the positions, and attention exchanges keys and values."""

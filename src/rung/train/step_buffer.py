@@ -1,0 +1,166 @@
+"""Steps whose figures are still on the device.
+
+Every step has a record, but figures are copied from the device only every few steps: `StepBuffer` holds those that are
+still there and turns them into records together.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rung.data.batch_shard import LocalBatch
+from rung.distributed.collectives import start_gather
+from rung.distributed.torch_private import compile_seconds
+from rung.distributed.world import World
+from rung.errors import TaskError
+from rung.runtime.base import LocalStep, LoggedValue
+from rung.train.figures import FigureColumns, Sums, fetch_sums
+from rung.train.records import StepRecord
+
+_SHORT_STEP = 0.02  # seconds
+
+
+# A step with the time marks of its start and end, and the seconds of torch.compile between them.
+_Step = tuple[LocalBatch, LocalStep, Any, Any, float]
+
+
+@dataclass(frozen=True)
+class PendingFetch:
+    """Steps whose figures are on their way: from the device, and between the ranks."""
+
+    steps: list[_Step]
+    # Of each rank: losses, waits for data, columns of logged figures, gradient norms, seconds, memory.
+    rows: Callable[[], list[list[float]]]
+    logged: Callable[[], list[Sums]] = list  # by the task on this rank
+
+
+class StepBuffer:
+    """Steps whose figures are still on the device.
+
+    `seal` starts the copy to the host and `records` waits for it. The caller launches the next step between the two, so
+    that the device is not idle while figures are read and written, and no rank waits for a slower one. On the CPU this
+    is so if steps are short; else a user would see the loss of a step when the next one has ended.
+    """
+
+    def __init__(self, world: World, samples: int = 0, *, is_patient: bool = True, compiles: bool = False) -> None:
+        """If not patient, steps on the CPU are reported at once, however short they are."""
+        self._world, self._is_patient, self._compiles = world, is_patient, compiles
+        self._clock = _StepClock(world)
+        self._pending: list[_Step] = []
+        self._logged: list[list[LoggedValue]] = []  # by the task, in each of them
+        self._columns = FigureColumns(world)
+        self._samples = samples
+        self.skip()
+        self.reports_at_once = world.device.type == "cpu"  # the same on all ranks
+
+    def add(self, window: LocalBatch, result: LocalStep) -> None:
+        start, compiled = self._last_mark, self._compiled
+        self.skip()
+        self._pending.append((window, result, start, self._last_mark, self._compiled - compiled))
+        self._logged.append(list(result.logged))
+
+    def log(self, values: list[LoggedValue]) -> None:
+        """Add what a hook logs after the last step, under names of its own: it has no weight as a micro-batch has."""
+        before = {one.name: one.function for one in self._logged[-1]}
+        both = next((one for one in values if one.name in before), None)
+        if both is not None:
+            raise TaskError(
+                f"log({both.name!r}) is called in {before[both.name]}() and in {both.function}(). Rename one of them."
+            )
+        self._logged[-1] += values
+
+    def skip(self) -> None:
+        """Exclude the time since the last step (an evaluation) from the next step's time."""
+        self._last_mark: Any = self._clock.mark()
+        self._compiled = compile_seconds() if self._compiles else 0.0
+
+    def seal(self) -> PendingFetch:
+        steps, self._pending = self._pending, []
+        logged, self._logged = fetch_sums(self._world, self._logged), []
+        if not steps:
+            return PendingFetch([], list)
+        losses = self._world.tensors.fetch([result.loss_share for _, result, *_ in steps])
+        norms = self._world.tensors.fetch([result.grad_norm for _, result, *_ in steps if result.grad_norm is not None])
+        if self._world.device.type == "cpu":
+            row = self._row(steps, losses(), logged(), norms())
+            return PendingFetch(steps, start_gather(row, self._world.size), logged)
+        return PendingFetch(steps, lambda: self._world.gather(self._row(steps, losses(), logged(), norms())), logged)
+
+    def _row(self, steps: list[Any], losses: list[float], logged: list[Sums], norms: list[float]) -> list[float]:
+        waits = [window.wait_seconds for window, *_ in steps]
+        seconds = self._clock.between(steps[0][2], steps[-1][3]) / len(steps)
+        memory = float(peak_memory_bytes(self._world))
+        return [*losses, *waits, *self._columns.columns(logged), *norms, seconds, memory]
+
+    def records(self, sealed: PendingFetch) -> list[StepRecord]:
+        """The records of sealed steps. Collective: all ranks call it at the same steps."""
+        count = len(sealed.steps)
+        if not count:
+            return []
+        rows = sealed.rows()
+        # Norms and seconds of the main rank: all ranks must decide alike whether to stop, and when to report.
+        start, stop = 2 * count, 2 * count + self._columns.width(count)
+        norms = iter(rows[0][stop:-2])
+        figures = self._columns.figures([row[start:stop] for row in rows], sealed.logged())
+        if self._world.device.type == "cpu":
+            self.reports_at_once = len(rows) == 1 or not self._is_patient or rows[0][-2] >= _SHORT_STEP
+        records = []
+        for index, (window, result, before, mark, compiled) in enumerate(sealed.steps):
+            self._samples += window.num_global_samples
+            # Compiling is no part of a step that says how long others will take.
+            seconds = max(0.0, self._clock.between(before, mark) - compiled)
+            slowest = max(range(len(rows)), key=lambda rank: rows[rank][count + index])
+            records.append(
+                StepRecord(
+                    step=window.step,
+                    epoch=window.epoch,
+                    samples=self._samples,
+                    loss=math.fsum(row[index] for row in rows),
+                    grad_norm=next(norms) if result.grad_norm is not None else None,
+                    lr=result.learning_rate,
+                    step_seconds=seconds,
+                    samples_per_second=window.num_global_samples / seconds if seconds > 0 else math.nan,
+                    data_wait_seconds=rows[slowest][count + index],
+                    slowest_reader=slowest,
+                    peak_memory_bytes=int(max(row[-1] for row in rows)),
+                    lrs=result.learning_rates or None,
+                    compile_seconds=compiled or None,
+                    staleness=result.staleness,
+                    logged=figures[index],
+                )
+            )
+        return records
+
+
+class _StepClock:
+    """Time marks: CUDA events on a GPU, so that timing a step does not synchronize."""
+
+    def __init__(self, world: World) -> None:
+        self._on_device = world.trains_on_gpu
+
+    def mark(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def between(self, start: Any, stop: Any) -> float:
+        if not self._on_device:
+            return float(stop - start)
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1000
+
+
+def peak_memory_bytes(world: World) -> int:
+    """Peak memory so far: allocated by torch on a GPU, resident set size of the process on the CPU."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,0 +1,44 @@
+"""The time of compiling is shown as such, and is no part of the step in which it happens."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from rung.data.batch_shard import LocalBatch
+from rung.distributed.torch_private import compile_seconds
+from rung.distributed.world import open_world
+from rung.runtime.base import LocalStep
+from rung.spec.strategy import parse
+from rung.train import step_buffer
+from rung.train.metrics import _step_row, speed_figures
+from rung.train.step_buffer import StepBuffer
+
+
+def test_what_torch_takes_to_compile_is_counted() -> None:
+    before = compile_seconds()
+    function = torch.compile(lambda x: (x * 2).sin(), backend="eager")
+    function(torch.ones(3))
+    first = compile_seconds()
+    function(torch.ones(3))
+    assert first > before
+    assert compile_seconds() == first, "compiled once"
+
+
+def test_a_step_that_compiles_is_no_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([0.0, 0.5, 0.5])  # by compiling: before the first step, after it and after the second
+    monkeypatch.setattr(step_buffer, "compile_seconds", lambda: next(taken))
+    with open_world(parse("single", 1), device="cpu") as world:
+        buffer = StepBuffer(world, compiles=True)
+        for step, seconds in ((1, 0.6), (2, 0.05)):
+            time.sleep(seconds)
+            result = LocalStep(torch.tensor(1.0), None, learning_rate=0.1)
+            buffer.add(LocalBatch(step, 0, [], ends_epoch=False), result)
+        first, second = buffer.records(buffer.seal())
+    assert first.compile_seconds == 0.5 and second.compile_seconds is None
+    assert first.step_seconds + 0.5 >= 0.6 and first.step_seconds < second.step_seconds + 0.5
+    assert _step_row(first)["compile_seconds"] == 0.5 and "compile_seconds" not in _step_row(second)
+    assert speed_figures(first)["speed/compile_seconds"] == 0.5
+    assert "speed/compile_seconds" not in speed_figures(second)
