@@ -177,7 +177,7 @@ def _collect(
             outcome = _receive(end, local_rank, ranks, local_ranks)
             if isinstance(outcome, RankFailedError):
                 others = [other for other in waiting if other is not end]
-                raise _first_cause(outcome, others, ends, ranks, local_ranks)
+                raise _first_cause(outcome, others, ends, ranks, local_ranks, listen)
             kind, value = outcome
             if kind == "done":
                 found[local_rank] = value
@@ -202,17 +202,27 @@ def _first_cause(
     ends: dict[Connection, int],
     ranks: list[BaseProcess],
     local_ranks: LocalRanks,
+    listen: Callable[[Any], None] | None,
 ) -> RankFailedError:
-    """The failure that caused this one: a rank that lost its connection may report before the peer that failed."""
+    """The failure that caused this one: a rank that lost its connection may report before the peer that failed.
+
+    What other ranks sent before they are killed is still received."""
     deadline = time.monotonic() + _CAUSE_SECONDS
     waiting = list(others)
-    while waiting and _LOST_PEER.search(failure.error) and time.monotonic() < deadline:
-        for end in wait(waiting, max(0.0, deadline - time.monotonic())):
+    while waiting:
+        is_consequence = _LOST_PEER.search(failure.error) is not None
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()) if is_consequence else 0)
+        if not ready:
+            break
+        for end in ready:
             assert isinstance(end, Connection)
             outcome = _receive(end, ends[end], ranks, local_ranks)
             if isinstance(outcome, RankFailedError):
                 waiting.remove(end)
-                failure = failure if _LOST_PEER.search(outcome.error) else outcome
+                if is_consequence and not _LOST_PEER.search(outcome.error):
+                    failure, is_consequence = outcome, False
+            elif outcome[0] == "message" and listen is not None:
+                listen(outcome[1])
     return failure
 
 

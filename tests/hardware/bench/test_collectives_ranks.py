@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,10 +255,35 @@ def leaves_without_a_word() -> None:
     os._exit(7)
 
 
+def rank_0_leaves_when_rank_1_has_sent(sent: Path, tell: Callable[[Any], None]) -> None:
+    if os.environ["RANK"] == "1":
+        tell("first")
+        tell("last")
+        sent.touch()
+        signal.pause()
+    while not sent.exists():
+        time.sleep(0.01)
+    leaves_without_a_word()
+
+
 def test_a_crew_brings_back_what_each_rank_returns() -> None:
     heard: list[Any] = []
     assert on_ranks(rank_and_square, 3, 5, listen=heard.append) == [(0, 25), (1, 25), (2, 25)]
     assert sorted(heard) == [("hello", 0), ("hello", 1), ("hello", 2)]
+
+
+def test_what_a_rank_sent_before_another_failed_is_received(tmp_path: Path) -> None:
+    sent, heard = tmp_path / "sent", []
+
+    def receive(message: str) -> None:
+        heard.append(message)
+        while not sent.exists():
+            time.sleep(0.01)
+        time.sleep(0.3)  # both pipes, of which that of rank 0 comes first, are then ready
+
+    with pytest.raises(RankFailedError, match="rank 0 left with exit code 7"):
+        on_ranks(rank_0_leaves_when_rank_1_has_sent, 2, sent, listen=receive)
+    assert heard == ["first", "last"]
 
 
 def test_a_crew_ends_with_its_first_failure() -> None:
