@@ -46,6 +46,7 @@ SHORTENED = {
     "examples/gpt/task.py": ('"steps": 400', '"steps": 20'),
     "examples/long_context/task.py": ('"steps": 300', '"steps": 2'),
     "examples/packed/task.py": ('"steps": 100', '"steps": 2'),
+    "examples/gan/task.py": ('"steps": 1000, "eval_every": 200', '"steps": 4, "eval_every": 4'),
     "examples/moe/task.py": ('"steps": 200', '"steps": 4'),
     "examples/huggingface/task.py": ('"steps": 300', '"steps": 6'),
     "examples/babycnn/task.py": ('"epochs": 12', '"epochs": 12, "steps": 30'),

@@ -35,17 +35,22 @@ class CombinedOptimizer(Optimizer):
     def __init__(self, members: Mapping[str, Optimizer]) -> None:
         super().__init__([{"params": []}], {})
         self.members = dict(members)
+        self.turn: str | None = None  # the only member to step, where a task's losses take turns
         self._take_over()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "an optimizer that evaluates the loss is not combined with others"
-        for name, member in self.members.items():
+        for name, member in self.stepped().items():
             member.step()
             if len(self.members) > 1 and any(not isinstance(key, Tensor) for key in self.state):
                 raise TaskError(
                     f"the optimizer {name!r} ({type(member).__name__}) keeps state that belongs to no parameter. Rung "
                     "has one state for all optimizers, by parameter: use this one alone, or keep its state with them."
                 )
+
+    def stepped(self) -> dict[str, Optimizer]:
+        """The members that a step is for."""
+        return self.members if self.turn is None else {self.turn: self.members[self.turn]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state, groups = state_dict["state"], iter(state_dict["param_groups"])
@@ -92,6 +97,12 @@ class CombinedSchedule:
 def members_of(optimizer: Optimizer) -> dict[str, Optimizer]:
     """The task's own optimizers, by name."""
     return optimizer.members if isinstance(optimizer, CombinedOptimizer) else {"0": optimizer}
+
+
+def stepped_parameters(optimizer: Optimizer) -> list[Any]:
+    """The parameters that a step is for."""
+    members = optimizer.stepped().values() if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    return [parameter for member in members for parameter in parameters_of(member)]
 
 
 def kind_of(one: Optimizer | LRScheduler | CombinedSchedule) -> str:

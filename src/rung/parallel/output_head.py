@@ -25,6 +25,7 @@ from rung.spec.abilities import why_not
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import Task, split_batch
+from rung.spec.turns import turns_of
 
 _LEAST_CLASSES = 4096  # an output layer with fewer has small logits
 
@@ -51,6 +52,8 @@ def _why_not(config: RunConfig, layout: Layout, task: Task) -> str | None:
         return reason
     if task.loss_scope == "batch":
         return f'{asked} is not possible with loss_scope = "batch", which gathers all logits: leave it out.'
+    if turns_of(task.loss) is not None:
+        return f"{asked} is for one loss, and this task has several, which take turns: leave it out."
     return None
 
 

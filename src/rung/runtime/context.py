@@ -35,6 +35,7 @@ from rung.runtime.optimizer import LocalScaler, Schedule, local_bytes
 from rung.runtime.phases import PhaseClock
 from rung.runtime.rank_state import RankLocalState
 from rung.runtime.step_log import StepLog
+from rung.runtime.turns import StepTurns
 from rung.runtime.unit_calls import UnitCalls
 from rung.runtime.unused import UnusedParameters
 from rung.spec.abilities import runs_units_together
@@ -76,6 +77,7 @@ class RuntimeContext:
     unit_calls: UnitCalls | None = field(init=False)  # compared in the first step
     batch_gather: BatchGather | None = field(init=False)  # of a loss over the whole micro-batch
     step_log: StepLog = field(init=False)
+    turns: StepTurns = field(init=False)
 
     def __post_init__(self) -> None:
         world, config = self.world, self.config
@@ -98,11 +100,12 @@ class RuntimeContext:
         self.notes += self.unused.notes()
         self.step_log = StepLog(self.task, world, is_compiled=config.compile, loads=loads)
         self.task = self.step_log.task
+        self.turns = StepTurns(self.task, config, self.optimizer, self.optimizer_groups, self.trainable)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters."""
-        return [parameter for _, parameter in self.trainable]
+        """The parameters that are trained: of several losses, by the one whose turn it is."""
+        return [parameter for _, parameter in self.trainable if parameter.requires_grad]
 
     def enter(self, phase: str) -> None:
         self.status.phase(phase)

@@ -82,6 +82,16 @@ def measure(
     return measured
 
 
+def with_turn(earlier: Measured, turn: str | None, measured: Measured) -> Measured:
+    """What a turn has measured, with the losses of earlier ones. The loss is their sum, metrics are the last turn's."""
+    if turn is None:
+        return measured
+    total, weight = measured["loss"]
+    known = {name: value for name, value in earlier.items() if name.endswith(" loss")}
+    before = earlier["loss"][0] if earlier else 0
+    return {**measured, **known, f"{turn} loss": (total, weight), "loss": (before + total, weight)}
+
+
 def metric_names(task: Task) -> list[str] | None:
     """The names of an evaluation's figures, from a forward on the meta device; None where that fails."""
     if task.eval_data is None or task.metrics is None:

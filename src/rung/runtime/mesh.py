@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rung.data.batch_shard import MicroBatch
@@ -37,22 +37,37 @@ def mesh_parts(context: RuntimeContext) -> StepParts:
 
 
 def ddp_parts(context: RuntimeContext, replicate: Callable[[nn.Module], DistributedDataParallel]) -> StepParts:
-    with context.world.tensors.mode():
-        ddp = replicate(loss_module(context))
-    return whole_model_parts(context, lambda micro, is_last: nullcontext() if is_last else ddp.no_sync(), ddp)
+    # A DDP for each turn: it expects a gradient for each parameter that was trainable when it was made.
+    replicas: dict[str | None, DistributedDataParallel] = {}
+    loss = loss_module(context)
+    for turn in context.turns.names:
+        with context.turns.take(turn), context.world.tensors.mode():
+            replicas[turn] = replicate(loss)
+
+    def sync(micro: MicroBatch, is_last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if is_last else replicas[context.turns.current].no_sync()
+
+    return whole_model_parts(context, sync, replicas)
 
 
 def whole_model_parts(
-    context: RuntimeContext, sync: GradientSync = no_sync, ddp: DistributedDataParallel | None = None
+    context: RuntimeContext,
+    sync: GradientSync = no_sync,
+    replicas: Mapping[str | None, DistributedDataParallel] | None = None,
 ) -> StepParts:
-    """A step of a loop over micro-batches and the task's optimizer on every rank."""
-    layout, loss = context.world.layout, ddp if ddp is not None else loss_module(context)
+    """A step of a loop over micro-batches and the task's optimizer on every rank. `replicas`: the DDP of each turn."""
+    modules: Mapping[str | None, nn.Module] = replicas or dict.fromkeys(context.turns.names, loss_module(context))
     if context.config.compile and not context.parallel.compiles_blocks:
-        loss.compile()
+        for module in {id(module): module for module in modules.values()}.values():
+            module.compile()
+
+    def loss(*given: Any) -> Tensor:
+        return modules[context.turns.current](*given)  # type: ignore[no-any-return]
+
     return StepParts(
-        MicroBatchLoop(context, loss, sync, is_ddp=ddp is not None),
+        MicroBatchLoop(context, loss, sync, is_ddp=replicas is not None),
         OptimizerUpdate(context),
-        float(layout.num_data_ranks),
+        float(context.world.layout.num_data_ranks),
         partial(gathered_weights, context),
         gradient_finalizers(context),
         gradient_figures=partial(gradient_figures, context.trainable, context.world.device),
@@ -67,10 +82,10 @@ def gradient_finalizers(context: RuntimeContext) -> list[Callable[[], None]]:
     """Of the gradients of parameters that are whole on every rank of a tensor group, or of those that shard others."""
     found: list[Callable[[], None]] = []
     if context.parallel.plan is not None:
-        found.append(partial(reduce_partial_gradients, context.parameters))
+        found.append(lambda: reduce_partial_gradients(context.parameters))
     if context.parallel.host_weights is not None:
         found.append(context.parallel.host_weights.return_gradients)
-    numbers = [parameter for parameter in context.parameters if parameter.dim() == 0]
-    if numbers and context.world.layout.uses_fully_shard and context.world.layout.num_gradient_ranks > 1:
-        found.append(partial(average_whole, numbers, context.world))
+    has_numbers = any(parameter.dim() == 0 for parameter in context.parameters)
+    if has_numbers and context.world.layout.uses_fully_shard and context.world.layout.num_gradient_ranks > 1:
+        found.append(lambda: average_whole([p for p in context.parameters if p.dim() == 0], context.world))
     return found

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rung.data.batch_shard import LocalBatch, MicroBatch
 from rung.errors import ModelError, TaskError
 from rung.runtime.context import RuntimeContext
 from rung.runtime.forward import call_model
-from rung.runtime.measure import Measured, measure, weighted
+from rung.runtime.measure import Measured, measure, weighted, with_turn
 from rung.spec.abilities import shards_parameters
 
 # Wraps forward and backward of a micro-batch; the flag marks the last of its step. Decides how gradients are reduced.
@@ -27,7 +27,7 @@ def no_sync(micro: MicroBatch, is_last: bool) -> AbstractContextManager[Any]:
 class LossForward:
     """Computes the loss of a micro-batch; checks in the first step what the task returns."""
 
-    def __init__(self, context: RuntimeContext, module: nn.Module) -> None:
+    def __init__(self, context: RuntimeContext, module: Callable[..., Tensor]) -> None:
         self._context, self._module = context, module
 
     def __call__(self, micro: MicroBatch, share: float | Tensor) -> Tensor:
@@ -62,7 +62,12 @@ class MicroBatchLoop:
     """Runs forward and backward of one micro-batch after the other."""
 
     def __init__(
-        self, context: RuntimeContext, loss: nn.Module, sync: GradientSync = no_sync, *, is_ddp: bool = False
+        self,
+        context: RuntimeContext,
+        loss: Callable[..., Tensor],
+        sync: GradientSync = no_sync,
+        *,
+        is_ddp: bool = False,
     ) -> None:
         """`is_ddp`: ranks reduce the sum of a step's gradients during the backward of its last micro-batch."""
         self._context, self._sync, self._is_ddp = context, sync, is_ddp
@@ -114,6 +119,11 @@ class MicroBatchLoop:
         context = self._context
         for micro in window.micro_batches:
             context.count(micro)
-            with context.autocast():
-                output, target = call_model(context.task, context.model, micro.data)
-                yield measure(context.task, output, target, micro, context.world, context.batch_gather)
+            found: Measured = {}
+            for turn in context.turns.names:
+                with context.turns.take(turn), context.autocast():
+                    output, target = call_model(context.task, context.model, micro.data)
+                    found = with_turn(
+                        found, turn, measure(context.task, output, target, micro, context.world, context.batch_gather)
+                    )
+            yield found

@@ -30,6 +30,7 @@ from rung.runtime.optimizer import learning_rate, learning_rates, takes_closure
 from rung.runtime.placement import BatchPlacement
 from rung.runtime.rank_state import RankLocalState
 from rung.runtime.samples import check_same_samples
+from rung.runtime.turns import norm_of, total_of
 from rung.runtime.weights import NamedWeights, share_buffers
 
 
@@ -97,13 +98,16 @@ class StepRuntime(ContextRuntime):
         context, is_first = self.context, self.context.is_first_step
         with self._computing(window):
             buffers = context.own_buffers.versions() if is_first else {}
-            loss_share = self._run_passes(window)
             # Before the schedule's step in `update` changes them.
             rate, rates = learning_rate(self.optimizer), learning_rates(self.optimizer)
-            if self._takes_closure:
-                context.evaluate = self._evaluations(window, loss_share)
-            context.enter("update")
-            norm = self.parts.update(want_norm)
+            shares, norms = [], []
+            for turn in context.turns.names:
+                with context.turns.take(turn):
+                    shares.append(self._run_passes(window))
+                    if self._takes_closure:
+                        context.evaluate = self._evaluations(window, shares[-1])
+                    context.enter("update")
+                    norms.append(self.parts.update(want_norm))
             if is_first:
                 if self.world.layout.num_data_ranks > 1:
                     self.notes += context.own_buffers.change_notes(buffers)
@@ -115,7 +119,7 @@ class StepRuntime(ContextRuntime):
                 if self.parallel.is_divided:
                     context.own_buffers.refuse_created(buffers)
                 context.is_first_step = False
-        return LocalStep(loss_share, norm, rate, rates, logged=context.step_log.take())
+        return LocalStep(total_of(shares), norm_of(norms), rate, rates, logged=context.step_log.take())
 
     def probe(self, window: LocalBatch) -> Probe:
         context, figures = self.context, self.parts.gradient_figures
@@ -126,8 +130,11 @@ class StepRuntime(ContextRuntime):
         kept.begin()
         try:
             with self._computing(window), NoDropout():
-                loss_share = self._run_passes(window)
-                found = Probe(loss_share, figures() if figures is not None else None)
+                shares = []
+                for turn in context.turns.names:  # gradients of all parameters, each of its own loss
+                    with context.turns.take(turn):
+                        shares.append(self._run_passes(window))
+                found = Probe(total_of(shares), figures() if figures is not None else None)
         finally:
             context.scaler, context.is_probing = scaler, False
             context.step_log.take()  # no figures of a step

@@ -63,7 +63,7 @@ class UnusedParameters:
                 if not flag:
                     parameter.grad = None
             return
-        missing = [name for name, p in self._trainable if p.grad is None]
+        missing = [name for name, p in self._trainable if p.grad is None and p.requires_grad]
         if missing and self._mode != "allow":
             listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise ModelError(

@@ -119,6 +119,8 @@ def norm_over_ranks(own: Tensor, world: World, group: dist.ProcessGroup | None =
 def end_update(context: RuntimeContext) -> None:
     for parameter in context.parameters:
         parameter.grad = None
+    if not context.turns.is_last:
+        return  # the step goes on
     if context.schedule is not None:
         context.schedule.step()
     context.updates.end()

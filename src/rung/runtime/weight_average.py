@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from rung.parallel.combined_optimizer import parameters_of, stepped_parameters
 from rung.parallel.gather import local_part
 from rung.runtime.base import AVERAGE
 from rung.runtime.context import RuntimeContext
@@ -41,15 +42,12 @@ class WeightAverage:
         self._optimizer.register_step_pre_hook(self._put_aside)
         self._optimizer.register_step_post_hook(self._follow)
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
     def _put_aside(self, *_: Any) -> None:
         """Some optimizers take a parameter for new if its state is empty.
 
         A parameter that never had a gradient has no state, and is its own average until now.
         """
-        parameters, state = self._parameters(), self._optimizer.state
+        parameters, state = stepped_parameters(self._optimizer), self._optimizer.state
         self._updates = 1 + max((state.get(p, {}).pop(_UPDATES, 0) for p in parameters), default=0)
         for parameter in parameters:
             if AVERAGE in state.get(parameter, {}):
@@ -61,7 +59,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _follow(self, *_: Any) -> None:
-        parameters = self._parameters()
+        parameters = stepped_parameters(self._optimizer)
         known = [parameter for parameter in parameters if parameter in self._kept]
         if known:
             averages = [local_part(self._kept[parameter]) for parameter in known]
@@ -88,7 +86,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for parameter in self._parameters():
+        for parameter in parameters_of(self._optimizer):
             average = self._optimizer.state.get(parameter, {}).get(AVERAGE)
             if average is not None:
                 own, other = local_part(parameter.detach()), local_part(average)

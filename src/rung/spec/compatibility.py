@@ -15,6 +15,7 @@ from rung.spec.observability import profiled_steps
 from rung.spec.presets import ABILITIES, Ability, ability_settings
 from rung.spec.strategy import Layout
 from rung.spec.task import Task
+from rung.spec.turns import turns_of
 
 
 def validate_config(config: RunConfig, layout: Layout) -> None:
@@ -56,6 +57,7 @@ def refuse_task(task: Task, layout: Layout) -> None:
     asked = {
         "hooks": [*(f"{name}()" for name in task.hooks()), *logs],
         "forward_log": [text for text in logs if "forward" in text],
+        "turns": ["a dict of losses"] if turns_of(task.loss) is not None else [],
     }
     for ability, found in asked.items():
         reason = why_not(layout, ability, found[0]) if found else None

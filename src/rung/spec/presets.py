@@ -86,6 +86,7 @@ ABILITIES: dict[str, Ability] = {
     "iterable_data": Ability("an iterable data set"),
     "hooks": Ability("a task's hooks and `log`"),
     "forward_log": Ability("`log` in a task's `forward`"),
+    "turns": Ability("a dict of losses, which take turns"),
     "resume": Ability("`--resume`, from any other strategy"),
     "elastic": Ability("`--nproc MIN:MAX`, `--nnodes MIN:MAX`"),
     "session": Ability("`rung.open_session`"),
@@ -142,6 +143,7 @@ _SENDS_CALLS = {
     ),
     "trace": Refusal("{name} sends calls between processes or threads, which are not traced.", "Use {stand_in}."),
 }
+_ONE_LOSS = Refusal("{asked}: {name} trains all parameters with one loss.", "Use ddp, zero1 to zero3, hsdp or tp.")
 _NO_AVERAGE = Refusal(
     "{asked} averages weights where they are updated, and under {name} servers or stages do that by calls.",
     "Use {stand_in}, or leave it out.",
@@ -151,6 +153,7 @@ _OVER_RPC = {
         "{asked} trains few weights beside frozen ones, and under {name} servers or stages hold them by calls.",
         "Use {stand_in}, or leave it out.",
     ),
+    "turns": _ONE_LOSS,
     "ema": _NO_AVERAGE,
     "swa": _NO_AVERAGE,
     "fp16": Refusal(
@@ -210,11 +213,12 @@ PRESETS: dict[str, Preset] = {
     "pp": Preset(
         "pp", 0, "pipeline parallel: the layers divided into stages; pp2:gpipe also sets the schedule",
         rung=5, gives=("schedule", "other_schedules", "split"),
-        refuses=_CUTS_MODEL,
+        refuses={"turns": _ONE_LOSS, **_CUTS_MODEL},
     ),
     "cp": Preset(
         "cp", 0, "context parallel: the positions of each sequence shared out; attention exchanges keys and values",
-        title="context parallel", rung=5, gives=("cp_form",), refuses=_CUTS_MODEL,
+        title="context parallel", rung=5, gives=("cp_form",),
+        refuses={"turns": _ONE_LOSS, **_CUTS_MODEL},
     ),
     "ep": Preset(
         "ep", 0, "expert parallel: data-parallel neighbours share out the experts of a layer and exchange tokens",
@@ -232,6 +236,7 @@ PRESETS: dict[str, Preset] = {
                 "{asked}: {name} runs forward in threads, on parts of a batch that may differ in size.",
                 "Use log in loss(), or ddp."),
             "chunked_loss": _KEEPS_LOGITS,
+            "turns": _ONE_LOSS,
             "batch_norm_sync": Refusal("under {name} a batch norm sees one replica's part of the batch.", "Use ddp."),
             **_SENDS_CALLS,
         },

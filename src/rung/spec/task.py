@@ -3,7 +3,7 @@
 Required
     model() -> nn.Module                  a plain module with plain initialisation
     train_data() -> Dataset               map-style or iterable
-    loss(output, target) -> Tensor        the mean over its units
+    loss(output, target) -> Tensor        the mean over its units; or a dict of losses, which take turns in each step
     optimizer(model) -> Optimizer         ordinary torch code, parameter groups welcome; or a list or dict of several,
                                           which share the parameters out among them
 
@@ -35,7 +35,8 @@ rest is passed to the model by name. A `forward` gets the whole batch; if that h
 itself.
 
 Arguments with defaults (`def model(depth=4)`) can be set from outside: `--set model.depth=8`. A `loss` or `forward`
-with an argument `log` gets a function for figures of its own: `log(name, value, reduce="mean")`.
+with an argument `log` gets a function for figures of its own: `log(name, value, reduce="mean")`. With a dict of losses,
+a `forward` with an argument `turn` is told the key of the one whose turn it is.
 
 This module reads and checks the file; processes, devices and strategies are not its concern.
 """
@@ -57,6 +58,7 @@ from types import ModuleType
 from typing import Any
 
 from rung.errors import ConfigError, TaskError, nearest
+from rung.spec.turns import make_turns
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Task:
     """A training task: the functions of a task file, under the same names, for programs that build tasks in code.
 
     The first four are required. `bind` sets further arguments that have defaults. `defaults` are settings of the run,
-    `name` is the task's name in messages.
+    `name` is the task's name in messages. A dict given as `loss` is kept as one function.
     """
 
     model: Callable[..., Any]
@@ -147,6 +149,15 @@ class Task:
                 "that of a whole micro-batch. Leave one of them out."
             )
         self.order()
+        given: Any = self.loss
+        if isinstance(given, Mapping):
+            for key, loss in given.items():
+                if callable(loss):
+                    check_signature(f"loss[{key!r}]", loss, ROLES["loss"], where=self.name)
+            turns = make_turns(given, self.name)
+            object.__setattr__(self, "loss", turns)
+            if self.forward is not None:
+                object.__setattr__(self, "forward", turns.told_forward(self.forward))
         for name, role in ROLES.items():
             function = getattr(self, name)
             if function is not None:
@@ -251,7 +262,7 @@ def load_task(path: str | Path) -> Task:
         if key in chosen and not isinstance(chosen[key], kind):
             raise TaskError(f"{file}: {key} must be a {kind.__name__}, but it is {chosen[key]!r}.")
     for key in ROLES:
-        if key in chosen and not callable(chosen[key]):
+        if key in chosen and not callable(chosen[key]) and not (key == "loss" and isinstance(chosen[key], dict)):
             raise TaskError(f"{file}: {key} must be a function, called as {ROLES[key].call(key)}.")
     name = file.resolve().parent.name if file.stem == "task" else file.stem
     return Task(**chosen, name=name)

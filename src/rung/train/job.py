@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rung.spec.config import RunConfig
 from rung.spec.task import HOOKS, Task, load_task
+from rung.spec.turns import turns_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,10 +36,25 @@ class RankJob:
         if not self.calls_hooks:
             without: dict[str, Any] = dict.fromkeys(HOOKS)
             task = replace(task, **without)
-        return replace(task, optimizer=_sgd, schedule=None) if self.plain_sgd else task
+        if not self.plain_sgd:
+            return task
+        # With losses that take turns, the task's optimizers say which parameters each of them trains.
+        sgd = _sgd if turns_of(task.loss) is None else partial(_sgd_for_each, task.optimizer)
+        return replace(task, optimizer=sgd, schedule=None)
 
 
 def _sgd(model: nn.Module) -> Optimizer:
+    return _sgd_of([p for p in model.parameters() if p.requires_grad])
+
+
+def _sgd_for_each(make: Callable[[nn.Module], dict[str, Optimizer]], model: nn.Module) -> dict[str, Optimizer]:
+    return {
+        name: _sgd_of([parameter for group in optimizer.param_groups for parameter in group["params"]])
+        for name, optimizer in make(model).items()
+    }
+
+
+def _sgd_of(parameters: list[nn.Parameter]) -> Optimizer:
     from torch.optim import SGD  # the commands import this module before torch
 
-    return SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    return SGD(parameters, lr=0.01)
