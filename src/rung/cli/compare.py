@@ -10,7 +10,17 @@ from rung.spec.flags import add_settings, assignments_of
 
 # Settings that are the same for all strategies, or that apply to those strategies that have them.
 _FLAGS = {
-    "where": ("nproc", "backend", "schedule", "split", "sequence_parallel", "offload", "shard_by", "servers"),
+    "where": (
+        "nproc",
+        "backend",
+        "schedule",
+        "split",
+        "sequence_parallel",
+        "cp_form",
+        "offload",
+        "shard_by",
+        "servers",
+    ),
     "how much": ("batch_size", "micro_batch", "lora", "steps", "seed"),
     "how": ("precision", "clip", "compile", "activation_checkpointing", "timeout"),
 }

@@ -9,8 +9,7 @@ from rung.errors import RungError
 from rung.hardware.cluster import Cluster, links
 from rung.planner.estimate import Estimate, Estimator
 from rung.planner.search import WORTH_IT, search
-from rung.spec.abilities import can
-from rung.spec.config import CP_FORMS, RunConfig
+from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout, parse
 
 _MOST_DEVICES = 1024
@@ -68,8 +67,6 @@ def to_quicken(
         )
     if config.micro_batch is not None and chosen.num_micro_batches > 1:
         attempts.append(_Attempt("", layout, replace(config, micro_batch=None), cluster))
-    if can(layout, "cp_form") and config.cp_form == "auto":
-        attempts += [_Attempt(f"--set cp_form={f}", layout, replace(config, cp_form=f), cluster) for f in CP_FORMS]
     found = []
     for attempt in attempts:
         change = _try(attempt, estimator, state, progress)

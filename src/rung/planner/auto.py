@@ -57,6 +57,8 @@ def choose_flags(
         wanted["micro_batch"] = chosen.micro_batch
     if chosen.checkpointing != "none":
         wanted["activation_checkpointing"] = chosen.checkpointing
+    if chosen.cp_form != "auto":
+        wanted["cp_form"] = chosen.cp_form
     return wanted
 
 

@@ -150,6 +150,8 @@ def command_line(plan: Plan) -> str:
         words.append(f"--micro-batch {row.micro_batch}")
     if row.checkpointing != "none":
         words.append(f"--activation-checkpointing {row.checkpointing}")
+    if row.cp_form != "auto":
+        words.append(f"--cp-form {row.cp_form}")
     if plan.compiles:
         words.append("--compile")
     if plan.offload != "none":

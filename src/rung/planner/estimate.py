@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rung.errors import RungError
 from rung.hardware.cluster import Cluster
 from rung.planner.at_hand import MeasuredRank
 from rung.planner.block_cache import BlockTraceCache
@@ -15,8 +16,8 @@ from rung.planner.cost import StepTime, step_time
 from rung.planner.dryrun import DryRun, dry_run
 from rung.planner.memory import ROUNDING, Peak, find_peak, find_peaks, reserve
 from rung.planner.truncated_model import shortened
-from rung.spec.abilities import shards_parameters
-from rung.spec.config import RunConfig
+from rung.spec.abilities import can, shards_parameters
+from rung.spec.config import CP_FORMS, RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import Task
 
@@ -66,6 +67,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     stages: tuple[Memory, ...] = ()  # memory of each traced stage
     is_measured: bool = False  # memory and kernels on this device; else both are modelled
+    cp_form: str = "auto"  # the quickest, with context parallelism
 
     @property
     def most_bytes(self) -> int:
@@ -89,30 +91,55 @@ class Estimator:
         self._shortened: dict[int, Task] = {}
         self._per_sample: dict[tuple[Any, str], float] = {}
         self._computing: dict[int, float] = {}  # tp size -> computing seconds, summed over devices
+        self._forms: dict[str, str] = {}  # layout -> the quickest form of its context parallelism
         # Zero bubble splits a block's backward, which a recorded block cannot do.
         self._repeats = BlockTraceCache() if config.schedule != "zb" else None
         data = task.train_data()
         if hasattr(data, "__getitem__"):
             self.task = replace(task, train_data=lambda: data)
 
-    def estimate(
-        self, layout: Layout, checkpointing: str, micro_batch: int, measured: MeasuredRank | None = None
+    def estimate(self, layout: Layout, checkpointing: str, micro_batch: int) -> Estimate:
+        """Estimate the layout with this micro-batch, from fewer blocks and micro-batches where these are identical."""
+        form = self._forms.get(layout.name, self.config.cp_form)
+        if form != "auto" or not can(layout, "cp_form"):
+            return self.estimate_form(layout, checkpointing, micro_batch, form)
+        found: list[Estimate] = []
+        refused: RungError | None = None
+        for form in CP_FORMS:
+            try:
+                found.append(self.estimate_form(layout, checkpointing, micro_batch, form))
+            except RungError as error:  # its heads do not divide, or it has a mask
+                refused = error
+        if not found:
+            raise refused or RungError("no form of context parallelism was tried")
+        best = min(found, key=lambda one: (not one.fits(self.cluster), one.time.seconds))
+        self._forms[layout.name] = best.cp_form
+        return best
+
+    def estimate_form(
+        self,
+        layout: Layout,
+        checkpointing: str,
+        micro_batch: int,
+        cp_form: str,
+        measured: MeasuredRank | None = None,
     ) -> Estimate:
-        """Estimate the layout with this micro-batch, from fewer blocks and micro-batches where these are identical.
+        """The estimate with one form of context parallelism; without that, `cp_form` is of no account.
 
         With a rank that was `measured` in the settings of `settings_of`, its memory counts, and its operations take as
         long as they did.
         """
         count = self._num_micro_batches(layout, micro_batch)
         traced = _num_traced(layout, count)
-        whole = self._whole(layout, checkpointing, micro_batch, traced, count - traced, measured)
+        config = self.settings_of(layout, checkpointing, micro_batch, cp_form)
+        whole = self._whole(layout, config, micro_batch, traced, count - traced, measured)
         self._per_sample[_similarity_key(layout), checkpointing] = whole.memory.of_samples / micro_batch
         if layout.num_stages == 1 and checkpointing == self.config.activation_checkpointing:
             spent = whole.time.computing * layout.num_ranks
             self._computing[layout.tp] = min(spent, self._computing.get(layout.tp, spent))
-        return replace(whole, num_micro_batches=count)
+        return replace(whole, num_micro_batches=count, cp_form=cp_form)
 
-    def settings_of(self, layout: Layout, checkpointing: str, micro_batch: int) -> RunConfig:
+    def settings_of(self, layout: Layout, checkpointing: str, micro_batch: int, cp_form: str) -> RunConfig:
         """The settings of a step that stands for the whole one: with fewer micro-batches, if these are identical."""
         count = _num_traced(layout, self._num_micro_batches(layout, micro_batch))
         return replace(
@@ -120,6 +147,7 @@ class Estimator:
             activation_checkpointing=checkpointing,
             micro_batch=micro_batch,
             batch_size=micro_batch * count * layout.num_data_ranks,
+            cp_form=cp_form,
         )
 
     def _num_micro_batches(self, layout: Layout, micro_batch: int) -> int:
@@ -147,7 +175,7 @@ class Estimator:
     def _whole(
         self,
         layout: Layout,
-        checkpointing: str,
+        config: RunConfig,
         micro_batch: int,
         count: int,
         repeated: int,
@@ -158,7 +186,7 @@ class Estimator:
         each = -(-self.num_blocks // stages) if self.num_blocks else 0
         few = _FEW_GATHERED if shards_parameters(layout) else _FEW
         depths = [0] if each <= max(few, _WHOLE) else [few * stages, (few + 1) * stages]
-        config = self.settings_of(layout, checkpointing, micro_batch)
+        checkpointing = config.activation_checkpointing
         traced = [self._trace_layout(layout, config, blocks) for blocks in depths]
 
         def assemble(repeated: int, slowdown: float) -> Estimate:

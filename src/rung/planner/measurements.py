@@ -168,7 +168,7 @@ def refine(
     while (row := _next(rows, failed, slowdowns)) is not None:
         progress(f"measuring {row.layout.name} on this device")
         try:
-            config = estimator.settings_of(row.layout, row.checkpointing, row.micro_batch)
+            config = estimator.settings_of(row.layout, row.checkpointing, row.micro_batch, row.cp_form)
             found = measurements.measure(row.layout, config, _ranks(row))
         except OutOfTime as reason:
             said.append(f"{reason}: figures of the other layouts are modelled.")
@@ -180,12 +180,15 @@ def refine(
         rows.remove(row)
         better = None
         if found is not None:
-            better = estimator.estimate(row.layout, row.checkpointing, row.micro_batch, found)
+            better = estimator.estimate_form(
+                row.layout, row.checkpointing, row.micro_batch, row.cp_form, measured=found
+            )
         if better is not None and better.fits(estimator.cluster):
             rows.append(better)
             slowdowns.add(row.layout, better.time.own / row.time.own)
         elif row.micro_batch > 1:
-            rows.append(estimator.estimate(row.layout, row.checkpointing, row.micro_batch // 2))
+            smaller = row.micro_batch // 2
+            rows.append(estimator.estimate_form(row.layout, row.checkpointing, smaller, row.cp_form))
         else:
             needs = better.memory.process if better is not None else estimator.cluster.device.memory
             rejected.append(Rejected(row.layout, f"needs more than {gib(needs)} when measured here", needs=needs))

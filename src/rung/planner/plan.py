@@ -85,6 +85,7 @@ def _row_as_json(row: Estimate, batch_size: int) -> dict[str, Any]:
         "micro_batch": row.micro_batch,
         "micro_batches": row.num_micro_batches,
         "activation_checkpointing": row.checkpointing,
+        "cp_form": row.cp_form,
         "memory": asdict(row.memory),
         "time": {**asdict(row.time), "limit": row.time.limit},
         "grounds": "measured" if row.is_measured else "modelled",

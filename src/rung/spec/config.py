@@ -102,10 +102,10 @@ class RunConfig:
     )
     cp_form: str = _setting(
         "auto",
-        "how context parallelism exchanges positions: ulysses (by heads), gather (keys and values), ring (the same, a "
-        "rank's at a time), or by what fits",
+        "context parallel: exchange heads (ulysses) or keys (gather, ring), or auto",
         str,
         ("auto", *CP_FORMS),
+        flag=True,
     )
     shard_by: str = _setting("block", "parameters to gather at a time: block, size:10M or whole", str, flag=True)
     servers: int | None = _setting(

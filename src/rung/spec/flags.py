@@ -11,7 +11,7 @@ from rung.spec.config import SETTINGS
 TRAIN_FLAGS = {
     "where": (
         "strategy", "nproc", "nnodes", "rdzv", "rdzv_key", "backend", "schedule", "split", "sequence_parallel",
-        "offload", "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
+        "cp_form", "offload", "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
     ),
     "how much": ("batch_size", "micro_batch", "steps", "epochs", "init", "init_partial", "lora", "seed", "shuffle"),
     "how": ("precision", "clip", "ema", "swa_start", "compile", "activation_checkpointing"),
@@ -25,7 +25,7 @@ _METAVARS = {
     "strategy": "NAME", "out": "DIR", "shard_by": "HOW", "split": "NAMES", "schedule": "NAME", "precision": "NAME",
     "activation_checkpointing": "HOW", "nproc": "N", "nnodes": "N", "rdzv": "HOST:PORT", "rdzv_key": "FILE",
     "compress": "HOW", "backend": "NAME", "outer": "HOW", "profile": "STEPS", "log": "NAMES",
-    "init": "PATH", "lora": "HOW",
+    "init": "PATH", "lora": "HOW", "cp_form": "HOW",
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ ABILITIES: dict[str, Ability] = {
     "split": Ability("`--split`", ("split",), lacking=_NO_PIPELINE),
     "sequence_parallel": Ability("`--sequence-parallel`", ("sequence_parallel",), lacking=Refusal(
         "{asked} belongs to tensor parallelism, and {name} has none.", "Use tp, as in 'fsdp,tp2'.")),
-    "cp_form": Ability("`cp_form`", ("cp_form",), lacking=Refusal(
+    "cp_form": Ability("`--cp-form`", ("cp_form",), lacking=Refusal(
         "{asked} belongs to context parallelism, and {name} has none.", "Use cp, as in 'fsdp,cp2'.")),
     "servers": Ability("`--servers`", ("servers",), lacking=Refusal(
         "{asked} is for strategies with servers, and {name} has no servers.", _OR_LEAVE_OUT)),

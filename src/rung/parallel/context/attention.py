@@ -100,8 +100,8 @@ class Attention:
         if mask is not None or dropout_p or query.dim() < 3:
             what = "a mask" if mask is not None else "dropout" if dropout_p else "queries without heads"
             raise ModelError(
-                f"cp_form=ring computes with flash attention, and attention in a block has {what}, which that does not "
-                "take in parts. Use --set cp_form=ulysses or gather."
+                f"--cp-form ring computes with flash attention, and attention in a block has {what}, which that does "
+                "not take in parts. Use --cp-form ulysses or gather."
             )
         return attend_in_ring(query, key, value, self._positions, self._group, is_causal=is_causal, scale=scale)
 
@@ -116,8 +116,8 @@ class Attention:
         num_heads = query.shape[-3] if query.dim() > 2 else 0
         if num_heads == 0 or num_heads % num_ranks:
             raise ModelError(
-                f"cp_form=ulysses gives every rank some heads, and {num_heads} heads do not divide by {num_ranks} "
-                "ranks. Use --set cp_form=gather, or auto."
+                f"--cp-form ulysses gives every rank some heads, and {num_heads} heads do not divide by {num_ranks} "
+                "ranks. Use --cp-form gather, or auto."
             )
         times = _repetition(num_heads, key.shape[-3], num_ranks)
         if times > 1:

@@ -33,13 +33,13 @@ def attend_in_ring(
     """Attention of this rank's positions to those of all ranks, without a mask and without dropout."""
     if query.device.type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
         raise ModelError(
-            "cp_form=ring computes with flash attention, which takes half precision alone on a GPU. Use --precision "
-            "bf16, or --set cp_form=ulysses or gather."
+            "--cp-form ring computes with flash attention, which takes half precision alone on a GPU. Use --precision "
+            "bf16, or --cp-form ulysses or gather."
         )
     if query.device.type == "cuda" and dist.get_backend(group) == "gloo":
         raise ModelError(
-            "cp_form=ring sends from rank to rank, which gloo cannot do from the memory of a GPU. Use --backend nccl, "
-            "or --set cp_form=ulysses or gather."
+            "--cp-form ring sends from rank to rank, which gloo cannot do from the memory of a GPU. Use --backend "
+            "nccl, or --cp-form ulysses or gather."
         )
     ring = _Ring(positions, group, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
     shape = query.shape[:-1]
