@@ -45,6 +45,11 @@ class Cable:
         """What runs a command on a machine."""
         return ["ip", "netns", "exec", self._names[number]]
 
+    def limit_loopback(self, number: int, megabits: int) -> None:
+        """What processes of a machine send to each other, all together."""
+        name = self._names[number]
+        _run("tc", "-n", name, "qdisc", "replace", "dev", "lo", "root", "tbf", "rate", f"{megabits}mbit", *_QUEUE)
+
     def run(self, module: str, *arguments: str) -> None:
         """`python -m module` on both machines, as ranks 0 and 1 of a job. Raises if one fails."""
         with tempfile.TemporaryDirectory() as folder:

@@ -13,25 +13,26 @@ blocks = "blocks.*"
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, key_heads: int) -> None:
         super().__init__()
-        self.head_width = width // heads
-        self.project = nn.Linear(width, 3 * width, bias=False)
+        self.head_width, self.is_grouped = width // heads, key_heads < heads
+        self.sizes = [width, key_heads * self.head_width, key_heads * self.head_width]
+        self.project = nn.Linear(width, sum(self.sizes), bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         shape = (batch, length, -1, self.head_width)
-        query, key, value = (part.view(shape).transpose(1, 2) for part in self.project(x).split(width, dim=2))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        query, key, value = (part.view(shape).transpose(1, 2) for part in self.project(x).split(self.sizes, dim=2))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.is_grouped)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, key_heads: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = Attention(width, heads, key_heads)
         self.mlp_norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
@@ -42,11 +43,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int, context: int, vocabulary: int) -> None:
+    def __init__(self, layers: int, width: int, heads: int, key_heads: int, context: int, vocabulary: int) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(width, heads, key_heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for module in self.modules():
@@ -77,8 +78,10 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
         return piece[:-1], piece[1:]
 
 
-def model(layers: int = 4, width: int = 128, heads: int = 4, context: int = 128, vocabulary: int = 98) -> nn.Module:
-    return GPT(layers, width, heads, context, vocabulary)
+def model(
+    layers: int = 4, width: int = 128, heads: int = 4, context: int = 128, vocabulary: int = 98, key_heads: int = 0
+) -> nn.Module:
+    return GPT(layers, width, heads, key_heads or heads, context, vocabulary)
 
 
 def train_data(context: int = 128, vocabulary: int = 98, samples: int = 16384, stride: int = 64) -> Dataset[Any]:

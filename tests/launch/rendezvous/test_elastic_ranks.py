@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from rung.cli.main import main
 from rung.distributed.status_board import RankStatus, StatusBoard
@@ -246,6 +247,66 @@ def test_ranks_that_do_not_fit_wait_as_spares(launcher: WarmLauncher, folder: Pa
     assert "3 processes: fsdp2 uses 2, rank 2 waits as a spare" in outcome.output
     assert "rank 2: waited as a spare" in (out / "failures" / "001.txt").read_text()
     assert_every_step_once(30, out, killed=True)
+
+
+SEQUENCES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+defaults = {"batch_size": 6, "log_every": 1, "device": "cpu", "precision": "fp64", "eval_every": "never"}
+blocks = "layers.*"
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(11, 8)
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def model():
+    return Net()
+
+
+def train_data():
+    tokens = torch.randint(11, (31, 8), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def test_a_run_that_shares_sequences_loses_a_rank_and_no_number(launcher: WarmLauncher, folder: Path) -> None:
+    """Seven positions on two ranks each; of the three ranks that are left, one waits."""
+    (folder / "task.py").write_text(SEQUENCES)
+    out = folder / "out"
+    assert launcher.run(folder, "--steps", "60", nproc="1").code == 0
+    out.rename(folder / "reference")
+    outcome = launcher.run(
+        folder, "--strategy", "ddp,cp2", "--steps", "60", "--checkpoint-every", "1", nproc="2:4",
+        during=lambda _: os.kill(wait_for(out, all_at(3, 4))[3].pid, signal.SIGKILL),
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.output
+    rows = [row for row in committed(out / "metrics.jsonl") if row["event"] in ("start", "resume")]
+    assert [row["ranks"] for row in rows] == [4, 2], outcome.output
+    assert_every_step_once(60, out, killed=True)
+    expected, found = load_file(folder / "reference/model.safetensors"), load_file(out / "model.safetensors")
+    assert max((found[name] - value).abs().max().item() for name, value in expected.items()) < 1e-9
 
 
 @pytest.mark.parametrize(
