@@ -76,6 +76,12 @@ def peft_llama_task() -> Task:
     return hugging_face_task(peft_llama)
 
 
+def peft_head_task() -> Task:
+    """A head that is trained as a whole, and an adapter before it."""
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], modules_to_save=["lm_head", "norm"])
+    return hugging_face_task(lambda: peft.get_peft_model(llama(), config))
+
+
 def saved(model: nn.Module, folder: Path, seed: int = 5) -> Path:
     torch.manual_seed(seed)
     type(model)(model.config).save_pretrained(folder)  # type: ignore[operator, union-attr]
@@ -138,24 +144,31 @@ def test_transformers_and_peft_load_what_was_trained(
     assert own and all(".lora_" in name for name in own)
 
 
-def test_adapters_of_peft_are_exported_from_its_own_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_task", [peft_llama_task, peft_head_task])
+def test_adapters_of_peft_are_exported_from_its_own_models(make_task: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = tmp_path / "base"
-    _, state = legs(peft_llama_task, CONFIG, tmp_path / "run", [("single", 1, 3)])
+    _, state = legs(make_task, CONFIG, tmp_path / "run", [("zero3", 2, 2), ("single", 1, 3)])
     plain = {
-        name.removeprefix("base_model.model.").replace(".base_layer", ""): value
+        name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", ""): value
         for name, value in state.items()
-        if ".lora_" not in name
+        if ".lora_" not in name and ".modules_to_save" not in name
     }
     model = llama()
     model.load_state_dict(plain, strict=True)
     model.save_pretrained(base)
-    expected = trained(peft_llama_task(), CONFIG, state)
+    expected = trained(make_task(), CONFIG, state)
     rung("export", tmp_path / "run", "--output", tmp_path / "peft", "--format", "peft")
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "peft")
     assert (logits_of(adapted) - expected).abs().max() < 1e-6
     rung("export", tmp_path / "run", "--output", tmp_path / "hf", "--format", "hf", "--like", base, "--base", base)
     assert (logits_of(type(model).from_pretrained(tmp_path / "hf")) - expected).abs().max() < 1e-6
+    # What was merged is where a new run may begin: the module and its copy get it.
+    rung("export", tmp_path / "run", "--output", tmp_path / "merged.safetensors", "--merge", "--base", base)
+    begun = replace(CONFIG, init=str(tmp_path / "merged.safetensors"), steps=0)
+    with open_world(parse("single", 1), device="cpu") as world:
+        found = build_runtime(make_task(), world, begun).model
+    assert (logits_of(found) - expected).abs().max() < 1e-6
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

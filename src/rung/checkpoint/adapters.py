@@ -14,7 +14,7 @@ from torch import Tensor
 from rung.checkpoint.export import WeightSource
 from rung.checkpoint.files import DTYPES, Entry
 from rung.errors import CheckpointError, ConfigError
-from rung.parallel.adapters import PEFT_PREFIX, base_name, digest_of
+from rung.parallel.adapters import PEFT_PREFIX, base_name, digest_of, is_copy
 from rung.parallel.initial_weights import InitialWeights
 
 ADAPTERS = "adapter_model.safetensors"  # peft's names
@@ -31,7 +31,8 @@ def merged(source: WeightSource, base: str | None) -> WeightSource:
     for key, saved in source.base.items():
         entries[key] = Entry(key, DTYPES[saved["dtype"]], tuple(saved["shape"]))
     added = {f"{name}.base_layer.weight": layer for name, layer in layers.items()}
-    named = {base_name(key, layers): key for key in entries}
+    # The copy of a module that was trained takes the place of the module.
+    named = {base_name(key, layers): key for key in sorted(entries, key=is_copy)}
     found: dict[str, Entry] = {}
     for name, key in named.items():
         if name is not None:
@@ -69,6 +70,9 @@ def as_peft(source: WeightSource) -> WeightSource:
     names: dict[str, str] = {}
     for key, (name, which) in own.items():
         names[f"{PEFT_PREFIX}{name.removeprefix(PEFT_PREFIX)}.lora_{which}.weight"] = key
+    for entry in source.entries:
+        if is_copy(entry.key):
+            names[f"{PEFT_PREFIX}{base_name(entry.key, layers)}"] = entry.key
     entries = {entry.key: entry for entry in source.entries}
     return replace(
         source,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ from rung.parallel.linear_layers import is_conv1d, is_linear, num_inputs, num_ou
 from rung.spec.lora import Lora
 
 _NAME = "default"  # peft's name of an adapter without a name
+# peft's `modules_to_save`: a module that is trained as a whole, in a copy beside the one that stays as it was.
+_COPY = re.compile(r"(?:^|\.)modules_to_save\.[^.]+(?=\.)")
+_ORIGINAL = re.compile(r"(?:^|\.)original_module(?=\.)")
 PEFT_PREFIX = "base_model.model."  # what peft puts before all names of a model
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**22  # numbers of which a digest is taken at a time
@@ -207,9 +211,13 @@ def base_of(model: nn.Module) -> list[str]:
 
 
 def base_name(name: str, layers: dict[str, Any]) -> str | None:
-    """The name of a tensor in the model without adapters; None if it is an adapter's."""
+    """The name of a tensor in the model without adapters; None if it is an adapter's.
+
+    A trained copy of a module has that of the module.
+    """
     if not layers:
         return name
+    name = _ORIGINAL.sub("", _COPY.sub("", name, 1), 1)
     for place, letter in enumerate(name):
         if letter == "." and name[:place] in layers:
             rest = name[place + 1 :]
@@ -218,6 +226,11 @@ def base_name(name: str, layers: dict[str, Any]) -> str | None:
             name = f"{name[:place]}.{rest.removeprefix('base_layer.')}"
             break
     return name.removeprefix(PEFT_PREFIX) if all(layer.startswith(PEFT_PREFIX) for layer in layers) else name
+
+
+def is_copy(name: str) -> bool:
+    """Whether a tensor is of a module that peft trains in a copy."""
+    return _COPY.search(name) is not None
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -303,7 +316,12 @@ def _special_form(model: nn.Module, layers: dict[str, Any]) -> str:
         own = ("base_layer.", "lora_A.", "lora_B.")
         if other := [key for key, _ in layer.named_parameters() if not key.startswith(own)]:
             return f"the adapter at {name} has a further parameter, {other[0]}"
-    trained = [name for name, p in model.named_parameters() if p.requires_grad and base_name(name, layers) is not None]
+    for name, module in model.named_modules():
+        copies = getattr(module, "modules_to_save", None)
+        if isinstance(copies, nn.ModuleDict) and len(copies) > 1:
+            return f"{name} has {len(copies)} copies"
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and not is_copy(name)]
+    trained = [name for name in trained if base_name(name, layers) is not None]
     return f"{trained[0]} is trained as well" if trained else ""
 
 
