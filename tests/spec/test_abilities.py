@@ -111,6 +111,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "other_schedules": {"schedule": "interleaved"},
     "split": {"split": "blocks.1"},
     "sequence_parallel": {"sequence_parallel": True},
+    "async_tp": {"async_tp": True},
     "cp_form": {"cp_form": "gather"},
     "servers": {"servers": 1},
     "staleness": {"staleness": 2},

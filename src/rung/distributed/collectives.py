@@ -48,8 +48,13 @@ def broadcast_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup |
 
 def gather_flat(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The same-sized flat tensors of all ranks of a group, as rows."""
-    everyone = own.new_empty(dist.get_world_size(group) * own.numel())
+    return gather_rows(own, group).view(-1, own.numel())
+
+
+def gather_rows(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The rows of all ranks of a group, as many of each, one after the other."""
+    everyone = own.new_empty(dist.get_world_size(group) * len(own), *own.shape[1:])
     # torch 2.13 renames the collective and warns about the old name, which is the only one that 2.11 has.
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     collective(everyone, own, group=group)
-    return everyone.view(-1, own.numel())
+    return everyone

@@ -10,6 +10,7 @@ them all. torch 2.11 to 2.13 have every name here.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -210,6 +211,23 @@ def write_memory_history(path: str) -> None:
     dump: Any = torch.cuda.memory._dump_snapshot
     dump(path)
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+# -- the compiler ------------------------------------------------------------------------------------------------------
+
+
+def fuse_messages_with_products(group: dist.ProcessGroup) -> None:
+    """Let the compiler join messages of the group with matrix products, as torchtitan's async tensor parallelism does.
+
+    torch 2.13 calls `enable_symm_mem_for_group` deprecated, but the compiler passes over groups without it.
+    """
+    from torch._inductor import config  # takes a second to import, which only compiled code needs
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
 
 
 def compile_seconds() -> float:

@@ -40,6 +40,7 @@ from rung.parallel.pipeline.stage_forward import StageExecutor, StagePart, place
 from rung.parallel.sharding import Sharding, choose_units, gathered_type, without_shared
 from rung.parallel.tensor.apply import apply_sequence_parallel, apply_tensor_plan
 from rung.parallel.tensor.experts import without_experts
+from rung.parallel.tensor.overlap import overlap_messages
 from rung.parallel.tensor.plan import TensorPlan, make_plan, plan_adapters
 from rung.parallel.tensor.survey import Survey
 from rung.spec.abilities import compiles_blocks
@@ -157,6 +158,8 @@ def parallelize(
         apply_activation_checkpointing(whole, config.activation_checkpointing, recomputing)
 
     parallel.compiles_blocks = compiles_blocks(layout) or bool(heads)  # a loss in chunks is not compiled as a whole
+    if config.async_tp:
+        notes.append(overlap_messages(world, config))
     if config.compile and parallel.compiles_blocks:
         for block in without_heads(_whole_blocks(parallel, blocks), model, heads):
             if layout.pp > 1 or context is not None:  # `forward` is wrapped later, and `compile` would take it all

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rung.distributed.collectives import gather_flat
+from rung.distributed.collectives import gather_rows
 
 
 def gather_parts(part: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
@@ -56,8 +56,10 @@ def _gather(part: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tens
     if missing:
         shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
         part = torch.cat([part, part.new_zeros(shape)], dim=dim)
-    parts = gather_flat(part.contiguous().flatten(), group).view(num_ranks, *part.shape)
-    return torch.cat(parts.unbind(), dim=dim).narrow(dim, 0, size)
+    # In the form in which torch's compiler knows an all-gather along `dim` (see `tensor/overlap.py`).
+    parts = gather_rows(part.contiguous(), group)
+    whole = parts if dim == 0 else torch.cat(parts.chunk(num_ranks), dim=dim)
+    return whole if each * num_ranks == size else whole.narrow(dim, 0, size)
 
 
 def _chunk(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -100,6 +100,12 @@ class RunConfig:
     sequence_parallel: bool = _setting(
         False, "shard activations between tensor-parallel layers along the sequence", bool, flag=True
     )
+    async_tp: bool = _setting(
+        False,
+        "let the compiler send messages of tensor parallelism during the products beside them (GPUs, --compile, "
+        "--sequence-parallel)",
+        bool,
+    )
     cp_form: str = _setting(
         "auto",
         "context parallel: exchange heads (ulysses) or keys (gather, ring), or auto",

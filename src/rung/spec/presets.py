@@ -56,6 +56,8 @@ ABILITIES: dict[str, Ability] = {
     "split": Ability("`--split`", ("split",), lacking=_NO_PIPELINE),
     "sequence_parallel": Ability("`--sequence-parallel`", ("sequence_parallel",), lacking=Refusal(
         "{asked} belongs to tensor parallelism, and {name} has none.", "Use tp, as in 'fsdp,tp2'.")),
+    "async_tp": Ability("`async_tp`", ("async_tp",), lacking=Refusal(
+        "{asked} belongs to tensor parallelism, and {name} has none.", "Use tp, as in 'fsdp,tp2'.")),
     "cp_form": Ability("`--cp-form`", ("cp_form",), lacking=Refusal(
         "{asked} belongs to context parallelism, and {name} has none.", "Use cp, as in 'fsdp,cp2'.")),
     "servers": Ability("`--servers`", ("servers",), lacking=Refusal(
@@ -207,7 +209,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "tp": Preset(
         "tp", 0, "tensor parallel: the matrices of each layer sharded over the ranks",
-        rung=5, gives=("sequence_parallel",),
+        rung=5, gives=("sequence_parallel", "async_tp"),
         refuses=_CUTS_MODEL,
     ),
     "pp": Preset(
