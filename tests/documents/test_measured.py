@@ -11,7 +11,10 @@ import pytest
 from benchmarks.report import fill_marks
 from tests.documents.pages import ROOT
 
-_PAGES = {"faults": "elastic.md", "endurance": "elastic.md", "load": "launching.md", "models": "models.md"}
+_PAGES = {
+    "faults": "elastic.md", "endurance": "elastic.md", "load": "launching.md", "models": "models.md",
+    "compiled": "speed.md", "forms": "strategies.md",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", _PAGES)
