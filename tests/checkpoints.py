@@ -84,7 +84,8 @@ def one_leg(
         if checkpoint is not None:
             restore(runtime, checkpoint, seed=config.seed)
         leg = replace(config, steps=until)
-        windows = make_batches(task, leg, world, start_step=start.step, start_place=place_of(checkpoint))
+        place, skipped = place_of(checkpoint), start.skipped
+        windows = make_batches(task, leg, world, start_step=start.step, start_place=place, skipped=skipped)
         leg = replace(leg, log_every=1, checkpoint_every=config.checkpoint_every or 10**9)
         checkpointing = Checkpointing(run_dir, runtime, sites, leg, {}, start)
         seen = Recorder()

@@ -49,6 +49,9 @@ def by_hand(task: Task, config: RunConfig, micro: int | None = None, steps: list
         weights = [float(weigh(target)) for _, target in batches]
         model.zero_grad()
         value = 0.0
+        if not samples:  # none of the batch counts
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         for (inputs, target), weight in zip(batches, weights, strict=True):
             if weight > 0:
                 loss = task.loss(model(inputs), target) * (weight / sum(weights))

@@ -147,6 +147,9 @@ def _find_invalid(content: Mapping[str, Any]) -> str | None:
         return "its key 'finite' is invalid"
     if not _is_stream(content.get("stream")):
         return "its key 'stream' is invalid"
+    skipped = content.get("skipped", [])
+    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+        return "its key 'skipped' is invalid"
     if not _is_optimizer(content["optimizer"]) or not {"schedule", "scaler"} <= content.keys():
         return "its optimizer is invalid"
     for name, file in content["files"].items():

@@ -39,6 +39,7 @@ class Position:
     best: Best | None = None  # evaluation so far, by the setting keep_best
     finite: bool | None = field(default=None, compare=False)  # loss and gradient norm of the step
     stream: StreamPlace | None = field(default=None, compare=False)  # where this rank reads its shards on
+    skipped: tuple[str, ...] = ()  # samples that were left out since the first step, by name
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ def _header(position: Position, world: World) -> dict[str, Any]:
         "best": position.best.as_json() if position.best is not None else None,
         "finite": position.finite,
         "stream": pack_place(position.stream),
+        "skipped": list(position.skipped),
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "strategy": world.layout.name,
         "ranks": world.size,

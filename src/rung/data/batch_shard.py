@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rung.data.bad_samples import BadSample
 from rung.data.pytree import map_tensors
 
 
@@ -24,6 +25,7 @@ class MicroBatch:
     num_samples: int  # of this rank; 0 means that `data` is a stand-in
     num_global_samples: int
     collate_draws: bool = False  # random numbers, which then depend on how the batch is divided among ranks
+    bad: tuple[BadSample, ...] = ()  # of this rank's range, which `num_global_samples` still counts
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's loader, which by itself pins tensors in lists and dicts but not in dataclasses."""
@@ -40,6 +42,7 @@ class LocalBatch:
     ends_epoch: bool
     wait_seconds: float = 0.0
     place: Any = None  # after this batch, where a data set in shards is read on
+    skipped: tuple[str, ...] = ()  # samples that the run has left out by now, by name
 
     @property
     def num_global_samples(self) -> int:

@@ -23,6 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from rung.data.bad_samples import BadSamples
 from rung.data.batch_shard import BatchPartition, LocalBatch, MicroBatch, SampleRange, ranges_of
 from rung.data.orders import Order
 from rung.data.permutation import Permutation, mix
@@ -62,10 +63,12 @@ class Batches:
         choice: WorkerChoice | None = None,
         pin_memory: bool = False,
         reads: bool = True,
+        bad_samples: BadSamples | None = None,
     ) -> None:
         """Without `reads` there are the windows but not their data, unless only reading tells how many there are. The
         `choice` learns from the first windows how many processes read the others; an iterable data set has none. With
-        an `exchange` ranks read only their own shards; `start_place` is where such a data set is read on."""
+        an `exchange` ranks read only their own shards; `start_place` is where such a data set is read on. With
+        `bad_samples` those that raise are left out."""
         if isinstance(dataset, DataLoader):
             raise DataError(
                 "train_data() and eval_data() return a data set, and this is a DataLoader: Rung makes the batches, and "
@@ -74,6 +77,8 @@ class Batches:
             )
         self.cut = cut
         self.order = order  # of a map-style data set
+        self._bad_samples = bad_samples
+        self._num_skipped = bad_samples.limit if bad_samples is not None else 0
         self._reads = reads
         self._reader: SampleReader | None = None
         self.is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
@@ -91,7 +96,9 @@ class Batches:
             has_shards = Shards.are_in(dataset)
             check_stream(dataset, shuffle, num_workers, cut.num_ranks, has_shards=has_shards)
             if has_shards:
-                self._shards = Shards(dataset, cut.batch_size, seed, shuffle=shuffle is not False)
+                self._shards = Shards(
+                    dataset, cut.batch_size, seed, shuffle=shuffle is not False, num_skipped=self._num_skipped
+                )
                 self._start_place = start_place
                 self._shard_windows = ShardWindows(
                     self._shards, cut, self._collate, seed, self._load_shards, exchange, pin_memory=pin_memory
@@ -144,9 +151,10 @@ class Batches:
         return min(limits) if limits else None
 
     def __iter__(self) -> Iterator[LocalBatch]:
+        windows = self._stream_windows() if self.is_stream else self._map_windows()
         if self._shards is not None:
-            return self._windows_of_shards()
-        return self._stream_windows() if self.is_stream else self._map_windows()
+            windows = self._windows_of_shards()
+        return windows if self._bad_samples is None else self._bad_samples.settle(windows)
 
     def window(self, step: int) -> LocalBatch:
         """One window by the number of its step."""
@@ -157,13 +165,16 @@ class Batches:
                 "the other; here windows are asked for by number. Give it __len__ and __getitem__, or use ps."
             )
         if self._reader is None:
-            assert self.order is not None
-            self._reader = SampleReader(self._dataset, self.order, self._collate, self._seed)
+            self._reader = self._make_reader()
         started = time.perf_counter()
         pieces = ranges_of(step - 1, self.cut, per_epoch, self.num_samples or 0)
         micro_batches = [self._reader[piece] for piece in pieces]
         epoch, within = divmod(step - 1, per_epoch)
         return LocalBatch(step, epoch, micro_batches, within == per_epoch - 1, time.perf_counter() - started)
+
+    def _make_reader(self) -> SampleReader:
+        assert self.order is not None
+        return SampleReader(self._dataset, self.order, self._collate, self._seed, self._num_skipped)
 
     def _loader(
         self, dataset: Any, sampler: Iterable[Any] | None, *, num_workers: int | None = None, pin_memory: bool = True
@@ -193,9 +204,8 @@ class Batches:
         total, per_epoch = self.total_steps, self.steps_per_epoch
         assert per_epoch is not None
         assert self.num_samples is not None
-        assert self.order is not None
         step = self._start_step
-        reader = SampleReader(self._dataset, self.order, self._collate, self._seed)
+        reader = self._make_reader()
         if self._reads:
             loader = self._loader(reader, _PieceStream(self, step, total))
         else:
@@ -246,7 +256,8 @@ class Batches:
         step, epoch = 0, 0
         per_window = self.cut.num_micro_batches
         while self._num_epochs is None or epoch < self._num_epochs:
-            loader = self._loader(StreamReader(self._dataset, self.cut, self._collate, self._seed, epoch), None)
+            reader = StreamReader(self._dataset, self.cut, self._collate, self._seed, epoch, self._num_skipped)
+            loader = self._loader(reader, None)
             pending: list[MicroBatch] = []
             started = time.perf_counter()
             following = next(loader, None)

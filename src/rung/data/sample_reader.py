@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
+from rung.data.bad_samples import BadSample, bad, can_be_left_out, good
 from rung.data.batch_shard import BatchPartition, MicroBatch, SampleRange
 from rung.data.orders import Order
 from rung.data.permutation import mix
@@ -24,18 +27,92 @@ from rung.errors import DataError
 _EXAMPLES = 2
 
 
-def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Any:
+def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None, *, num_skipped: int = 0) -> Any:
     """A batch of the first samples, to inspect its structure: the same on every rank, since they cut a model by it.
-    Restores the random generators."""
+    Restores the random generators. Passes over up to `num_skipped` that cannot be read."""
     with keeping_generators():
         seed_generators(0)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            samples = list(itertools.islice(iter(dataset), _EXAMPLES))
+            found = iter(Samples(iter(dataset), num_skipped, "of the data set"))
         else:
-            samples = [dataset[index] for index in range(min(_EXAMPLES, len(dataset)))]
+            found = (_read_one(dataset, index, index, num_skipped) for index in range(len(dataset)))
+        first = itertools.islice(found, _EXAMPLES + num_skipped)
+        samples = list(itertools.islice((one for one in first if not isinstance(one, BadSample)), _EXAMPLES))
         if not samples:
             raise DataError(f"the data set {type(dataset).__name__} is empty.")
         return (collate or default_collate)(samples)
+
+
+def _read_one(dataset: Any, index: int, position: int, num_skipped: int) -> Any:
+    """One sample of a map-style data set. If samples may be skipped and it raises, a `BadSample`."""
+    try:
+        return dataset[index]
+    except Exception as error:
+        if not num_skipped or not can_be_left_out(error):
+            raise
+        return BadSample.of(position, f"sample {index} of the data set", error)
+
+
+class Samples:
+    """The samples of an iterator. If some may be skipped, one that raises is a `BadSample`."""
+
+    def __init__(self, samples: Iterator[Any], num_skipped: int, where: str) -> None:
+        self._samples, self._num_skipped, self._where = samples, num_skipped, where
+        self.index = 0  # of the next one
+        self._ahead: deque[Any] = deque()
+        self._has_raised = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._ahead.popleft() if self._ahead else self._read()
+
+    def next_good(self) -> Any:
+        """The next one that can be read, which stays the next."""
+        found = next((one for one in self._ahead if not isinstance(one, BadSample)), None)
+        while found is None and len(self._ahead) <= self._num_skipped:
+            self._ahead.append(self._read())
+            found = None if isinstance(self._ahead[-1], BadSample) else self._ahead[-1]
+        if found is None:
+            raise DataError(
+                f"{self._ahead[0].name} and all of the {len(self._ahead) - 1} after it cannot be read "
+                f"(--skip-bad-samples {self._num_skipped}): {self._ahead[0].error}"
+            )
+        return found
+
+    def _read(self) -> Any:
+        name = f"sample {self.index} {self._where}"
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            if self._has_raised:
+                # It could as well be the end. But training on a part of the data without a word would be worse.
+                raise DataError(
+                    f"the data set ended where sample {self.index - 1} {self._where} raised, as it does if a Python "
+                    f"generator within it has raised and is over. {_WAY_OUT}"
+                ) from None
+            raise
+        except Exception as error:
+            if not self._num_skipped or not can_be_left_out(error):
+                error.add_note(f"It is raised by {name}.")
+                raise
+            if isinstance(self._samples, GeneratorType):
+                error.add_note(
+                    f"It is raised by {name}, which --skip-bad-samples cannot leave out: a Python generator that has "
+                    f"raised is over. {_WAY_OUT}"
+                )
+                raise
+            self.index, self._has_raised = self.index + 1, True
+            return BadSample.of(self.index - 1, name, error)
+        self.index, self._has_raised = self.index + 1, False
+        return sample
+
+
+_WAY_OUT = (
+    "Catch the error in the data set, let it be map-style, or let __iter__ return an object whose __next__ can be "
+    "called again."
+)
 
 
 class Collator:
@@ -92,13 +169,17 @@ class _Rows:
 class SampleReader:
     """Reads and collates the samples of a range, each with its own random seed."""
 
-    def __init__(self, dataset: Any, order: Order, collate: Callable[[list[Any]], Any], seed: int) -> None:
+    def __init__(
+        self, dataset: Any, order: Order, collate: Callable[[list[Any]], Any], seed: int, num_skipped: int = 0
+    ) -> None:
         self._dataset = dataset
         self._order = order
         self._collate = Collator(collate)
         self._seed = seed
         self._draws_random_numbers = False
         self._rows = _Rows.of(dataset) if collate is default_collate else None
+        self._num_skipped = num_skipped  # samples that may raise, each left out of its batch
+        self._stand_in: Any = None
 
     def __len__(self) -> int:
         return self._order.num_samples
@@ -108,14 +189,15 @@ class SampleReader:
         rows = self._rows.read(samples) if self._rows is not None else None
         if rows is not None:
             return MicroBatch(rows, piece.real, piece.num_global)
-        # A place of its own: no sample has a negative position.
         try:
             items = self._read(piece, samples)
         except Exception as error:
             error.add_note(self._which(samples))
             raise
-        data = self._collate(items, self._seed, piece.epoch, -1 - piece.start)
-        return MicroBatch(data, piece.real, piece.num_global, self._collate.draws)
+        left_out = bad(items) if piece.real else ()
+        # A place of its own: no sample has a negative position.
+        data = self._collate(good(items) or [self._any_good()], self._seed, piece.epoch, -1 - piece.start)
+        return MicroBatch(data, piece.real - len(left_out), piece.num_global, self._collate.draws, left_out)
 
     def _which(self, samples: list[int]) -> str:
         """Which of the samples cannot be read."""
@@ -129,20 +211,46 @@ class SampleReader:
     def _read(self, piece: SampleRange, samples: list[int]) -> list[Any]:
         # Seeding three generators for each sample costs more than reading a small one. Most data sets draw no random
         # numbers: read without seeding, and only if a generator moved, read again with seeds.
+        positions = range(piece.start, piece.stop)
         if not self._draws_random_numbers:
             before = GeneratorMarks()
-            many = getattr(self._dataset, "__getitems__", None)  # torch's protocol for batched reads
-            items = many(samples) if many else [self._dataset[index] for index in samples]
+            items = self._read_together(positions, samples)
             if before.hold():
                 return items
             self._draws_random_numbers = True
             before.restore()
         with keeping_generators():
             items = []
-            for position, index in zip(range(piece.start, piece.stop), samples, strict=True):
+            for position, index in zip(positions, samples, strict=True):
                 seed_generators(mix(self._seed, piece.epoch, position))
-                items.append(self._dataset[index])
+                items.append(_read_one(self._dataset, index, position, self._num_skipped))
             return items
+
+    def _read_together(self, positions: range, samples: list[int]) -> list[Any]:
+        many = getattr(self._dataset, "__getitems__", None)  # torch's protocol for batched reads
+        if many:
+            try:
+                return list(many(samples))
+            except Exception as error:
+                if not self._num_skipped or not can_be_left_out(error):
+                    raise
+        pairs = zip(positions, samples, strict=True)
+        return [_read_one(self._dataset, index, position, self._num_skipped) for position, index in pairs]
+
+    def _any_good(self) -> Any:
+        """A sample in place of those that cannot be read. The same on all ranks, some of which share a batch."""
+        if self._stand_in is None:
+            for position in range(min(self._num_skipped + 1, len(self))):
+                piece = SampleRange(0, position, position + 1, 0, 1)
+                (item,) = self._read(piece, self._order.samples(0, position, position + 1))
+                if not isinstance(item, BadSample):
+                    self._stand_in = item
+                    return item
+            raise DataError(
+                f"{item.name} cannot be read, and neither can any sample before it (--skip-bad-samples "
+                f"{self._num_skipped}): {item.error}"
+            )
+        return self._stand_in
 
 
 class StreamReader(IterableDataset[MicroBatch]):
@@ -153,13 +261,19 @@ class StreamReader(IterableDataset[MicroBatch]):
     """
 
     def __init__(
-        self, dataset: Iterable[Any], cut: BatchPartition, collate: Callable[[list[Any]], Any], seed: int, epoch: int
+        self,
+        dataset: Iterable[Any],
+        cut: BatchPartition,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        epoch: int,
+        num_skipped: int = 0,
     ) -> None:
         self._dataset = dataset
         self._cut = cut
         self._collate = Collator(collate)
         self._seed = mix(seed, epoch)
-        self._epoch = epoch
+        self._epoch, self._num_skipped = epoch, num_skipped
 
     def __iter__(self) -> Iterator[MicroBatch]:
         worker = torch.utils.data.get_worker_info()
@@ -169,24 +283,27 @@ class StreamReader(IterableDataset[MicroBatch]):
         # The data set draws from generators of its own (`inside`), swapped in while it runs.
         outside = save_generators()
         seed_generators(self._seed)
-        samples = iter(self._dataset)
+        samples = Samples(iter(self._dataset), self._num_skipped, f"of epoch {self._epoch}")
         inside, index = save_generators(), 0
         restore_generators(outside)
+        stand_in: list[Any] = []  # the last sample that could be read
         position_in_window = 0
         while True:
             size = min(self._cut.global_micro_batch, self._cut.batch_size - position_in_window)
             outside = save_generators()
             restore_generators(inside)
-            taken = [sample for _, sample in zip(range(size), samples, strict=False)]
+            taken = list(itertools.islice(samples, size))
+            if taken:
+                stand_in = good(taken)[:1] or stand_in or [samples.next_good()]
             inside = save_generators()
             restore_generators(outside)
             if not taken:
                 return
             if index % count == number:
                 start, stop = self._cut.piece(len(taken))
-                own = taken[start:stop] or taken[:1]  # a stand-in for an empty range
-                data = self._collate(own, self._seed, index, -1 - start)
-                yield MicroBatch(data, stop - start, len(taken), self._collate.draws)
+                own, left_out = good(taken[start:stop]), bad(taken[start:stop])
+                data = self._collate(own or stand_in, self._seed, index, -1 - start)
+                yield MicroBatch(data, len(own), len(taken), self._collate.draws, left_out)
             index += 1
             position_in_window = (position_in_window + len(taken)) % self._cut.batch_size
             if len(taken) < size:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rung.data.bad_samples import bad, good
 from rung.data.batch_shard import BatchPartition, MicroBatch
 from rung.data.sample_reader import Collator
 from rung.data.shards import LanePlace, ReadSamples, ShardReader, Shards
@@ -91,10 +92,11 @@ class ShardWindows:
             total = sum(row[place] for row in counts)
             if total == 0:
                 continue
-            own = [samples[slot] for slot in piece if slot in samples]
-            self._spare = self._spare or own[:1] or list(samples.values())[:1] or [self._shards.first_sample(epoch)]
+            taken = [samples[slot] for slot in piece if slot in samples]
+            own = good(taken)
+            self._spare = self._spare or own[:1] or good(samples.values())[:1] or [self._shards.first_sample(epoch)]
             data = self._collate(own or self._spare, self._seed, epoch, number, -1 - (piece.start if own else 0))
-            micro = MicroBatch(data, len(own), total, self._collate.draws)
+            micro = MicroBatch(data, len(own), total, self._collate.draws, bad(taken))
             found.append(micro.pin_memory() if self._pin_memory else micro)
         return found
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from rung.data.bad_samples import BadSample
 from rung.data.permutation import Permutation, mix
 from rung.data.rng import keeping_generators, seed_generators
+from rung.data.sample_reader import Samples
 from rung.errors import DataError
 
 STATE_EVERY = 16  # batches between two states of a shard; a run that resumes reads at most as many again
@@ -52,8 +54,9 @@ class Shards:
     `state_dict` and `load_state_dict` is a single shard.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, seed: int, *, shuffle: bool) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, batch_size: int, seed: int, *, shuffle: bool, num_skipped: int = 0) -> None:
+        """`num_skipped`: samples that may raise, each left out of its batch."""
+        self.dataset, self.num_skipped = dataset, num_skipped
         self._is_divided = _is_divided(dataset)
         self.num_shards = int(dataset.num_shards) if self._is_divided else 1
         if self.num_shards < 1:
@@ -94,7 +97,13 @@ class Shards:
         """For a rank that has none of its own."""
         with keeping_generators():
             lanes = (_Lane(self, epoch, lane, None, 0) for lane in range(self.num_lanes))
-            return next(sample for sample in (lane.next() for lane in lanes) if sample is not _END)
+            for lane in lanes:
+                sample = lane.next()
+                while isinstance(sample, BadSample):
+                    sample = lane.next()
+                if sample is not _END:
+                    return sample
+        raise DataError(f"the data set {type(self.dataset).__name__} gives no sample that can be read.")
 
     def seed_for(self, epoch: int, shard: int, index: int) -> None:
         """So that what a shard draws at random depends on the sample alone."""
@@ -130,14 +139,14 @@ class _Lane:
         start = place or LanePlace(0, 0)
         self._shard, self._index = start.shard, 0
         self._data: Any = None
-        self._samples: Iterator[Any] | None = None
+        self._samples: Samples | None = None
         self._state: Any = None
         self._state_index = 0
         self._proof: list[Any] = []  # samples that followed a state, to be given by it again
         self._candidate: Any = None
         self.is_proven: bool | None = None  # whether a state gives the samples that follow it
         if place is not None and place.state is not None:
-            self._open(place.state)
+            self._open(place.state, place.state_index)
             self._index = place.state_index
         for _ in range(start.index - self._index if place is not None else num_read):
             self.next()
@@ -151,12 +160,16 @@ class _Lane:
                 assert self._samples is not None
                 self._shards.seed_for(self._epoch, shard, self._index)
                 for sample in self._samples:
+                    if isinstance(sample, BadSample):
+                        # Which comes first in a batch does not matter: all ranks sort by it.
+                        sample = replace(sample, position=(shard << 32) + self._index)
                     self._index += 1
                     if self._candidate is not None and self.is_proven is None:
                         self._prove(sample)
                     return sample
             except Exception as error:
-                error.add_note(f"It is raised by shard {shard} of the data set, after {self._index} samples of it.")
+                if not getattr(error, "__notes__", None):
+                    error.add_note(f"It is raised by shard {shard} of the data set, after {self._index} samples of it.")
                 raise
             self._samples, self._shard, self._index = None, self._shard + 1, 0
             self._state, self._candidate, self._proof = None, None, []
@@ -171,11 +184,13 @@ class _Lane:
                 self._candidate, self._state_index = copy.deepcopy(self._data.state_dict()), self._index
         return LanePlace(self._shard, self._index, self._state, self._state_index if self._state is not None else 0)
 
-    def _open(self, state: Any = None) -> None:
+    def _open(self, state: Any = None, index: int = 0) -> None:
         self._data = self._shards.open(self._epoch, self._order[self._shard])
         if state is not None:
             self._data.load_state_dict(copy.deepcopy(state))
-        self._samples = iter(self._data)
+        where = f"of shard {self._order[self._shard]} in epoch {self._epoch}"
+        self._samples = Samples(iter(self._data), self._shards.num_skipped, where)
+        self._samples.index = index
 
     def _prove(self, sample: Any) -> None:
         """Data sets that shuffle in a buffer have states, too, but go on with other samples."""

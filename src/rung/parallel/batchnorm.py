@@ -57,7 +57,7 @@ class _SyncStatistics(torch.autograd.Function):
         rows = gather_flat(torch.cat([mean, variance, count]), group)
         means, variances, counts = torch.split_with_sizes(rows, [num_channels, num_channels, 1], dim=1)
         total = counts.sum()
-        shares = counts / total
+        shares = counts / total.clamp(min=1)  # 0 if no rank has a sample that could be read
         mean = (means * shares).sum(0)
         variance = ((variances + (means - mean).square()) * shares).sum(0)
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt(), total)

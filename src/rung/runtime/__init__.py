@@ -85,7 +85,8 @@ def build_runtime(
     facts = ModelFacts.of(weights.model)  # before the model is cut
     example = None
     if layout.is_composed or layout.cp > 1 or large_heads(weights.model, layout, config, task):
-        example = example_batch(dataset if dataset is not None else task.train_data(), task.collate)
+        data = dataset if dataset is not None else task.train_data()
+        example = example_batch(data, task.collate, num_skipped=config.skip_bad_samples)
         example = map_tensors(example, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t)
         example = map_tensors(example, lambda t: laid_out(config, t))
 

@@ -72,6 +72,7 @@ class RuntimeContext:
         init=False
     )  # what has statistics over all ranks
     own_buffers: OwnBuffers = field(init=False)
+    _buffers: OwnBuffers = field(init=False)
     scaler: LocalScaler | None = field(init=False)
     unused: UnusedParameters = field(init=False)
     unit_calls: UnitCalls | None = field(init=False)  # compared in the first step
@@ -89,7 +90,7 @@ class RuntimeContext:
         experts, balance = self.parallel.experts, self.parallel.balance
         loads = experts.loads if experts is not None else None
         self.counting = [*self.sync_norms, *(one for one in (loads, balance) if one is not None)]
-        self.own_buffers = OwnBuffers(self.model, self.sync_norms)
+        self.own_buffers, self._buffers = OwnBuffers(self.model, self.sync_norms), OwnBuffers(self.model, [])
         self.scaler = LocalScaler(world.device.type) if config.precision == "fp16" else None
         # The comparison would become a part of compiled blocks.
         compares_units = world.has_peers and runs_units_together(world.layout) and not config.compile
@@ -120,7 +121,9 @@ class RuntimeContext:
     def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
         """Wraps the computation of one micro-batch: a stand-in leaves buffers and statistics unchanged."""
         self.count(micro)
-        with self.own_buffers.kept() if micro.num_samples == 0 else nullcontext():
+        # If no rank has a sample, statistics over all ranks stay as they are, too.
+        buffers = self.own_buffers if micro.num_global_samples else self._buffers
+        with buffers.kept() if micro.num_samples == 0 else nullcontext():
             yield
 
     def count(self, micro: MicroBatch) -> None:

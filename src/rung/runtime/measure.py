@@ -146,10 +146,11 @@ def figures_of_set(world: World, pairs: Mapping[str, tuple[float, float]], known
 
 def shares_of(task: Task, world: World, window: LocalBatch) -> list[float | Tensor]:
     """Each of this rank's micro-batches' part of the global mean. Communicates if the task counts weights."""
+    num_samples = max(1, window.num_global_samples)  # 0 if none of the batch could be read
     if task.loss_scope == "batch":  # each rank has the loss of the whole micro-batch, and a gradient for its own rows
-        return [micro.num_global_samples / window.num_global_samples for micro in window.micro_batches]
+        return [micro.num_global_samples / num_samples for micro in window.micro_batches]
     if task.loss_weight is None:
-        return [micro.num_samples / window.num_global_samples for micro in window.micro_batches]
+        return [micro.num_samples / num_samples for micro in window.micro_batches]
     weights = [loss_weight(task, micro) for micro in window.micro_batches]
     stacked = torch.stack([torch.as_tensor(w, device=world.device).to(torch.float64).reshape(()) for w in weights])
     total = stacked.sum()

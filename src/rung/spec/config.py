@@ -64,6 +64,9 @@ class RunConfig:
     )
     seed: int = _setting(0, "seed of weights, sample order and random streams", int, flag=True)
     shuffle: bool | None = _setting(None, "a new sample order every epoch, or the data set's own", bool, flag=True)
+    skip_bad_samples: int = _setting(
+        0, "samples of the run that may raise when they are read, and are left out", int, flag=True
+    )
     precision: str = _setting(
         "fp32",
         "fp32 (default), bf16, fp16, fp8 or fp64; weights are kept in fp32, or in fp64",
@@ -236,6 +239,9 @@ _AT_LEAST_ONE = (
     "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep", "keep_every",
     "grace_seconds", "servers", "local_steps", "patience", "swa_start", "store_timeout",
 )  # fmt: skip
+_AT_LEAST_ZERO = (
+    "workers", "seed", "max_restarts", "staleness", "compress_warmup", "check_every", "skip_bad_samples",
+)  # fmt: skip
 _WORDS_OR_COUNT = {"eval_every": (("epoch", "never"), "steps"), "chunked_loss": (("auto", "never"), "rows")}
 # Upper limits as powers of 2. Other counts are below 2**48, as in checkpoints.
 _BITS = {
@@ -246,6 +252,7 @@ _BITS = {
     "workers": 16,
     "servers": 20,
     "max_restarts": 31,
+    "skip_bad_samples": 20,  # checkpoints have their names
 }
 SETTINGS = {f.name: f for f in fields(RunConfig)}
 FLAGS = [name for name, f in SETTINGS.items() if f.metadata["flag"]]
@@ -339,7 +346,7 @@ def check(key: str, value: Any) -> Any:
         )
     if key == "rdzv" and value.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::"):
         raise ConfigError(f"rdzv={value} is not an address that other machines can reach: name one of the machines.")
-    if key in ("workers", "seed", "max_restarts", "staleness", "compress_warmup", "check_every") and value < 0:
+    if key in _AT_LEAST_ZERO and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
     if isinstance(value, int) and value >= 2 ** _BITS.get(key, 48):
         raise ConfigError(f"{key} must be below 2**{_BITS.get(key, 48)}, not {value}.")

@@ -13,7 +13,10 @@ TRAIN_FLAGS = {
         "strategy", "nproc", "nnodes", "rdzv", "rdzv_key", "backend", "schedule", "split", "sequence_parallel",
         "cp_form", "offload", "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
     ),
-    "how much": ("batch_size", "micro_batch", "steps", "epochs", "init", "init_partial", "lora", "seed", "shuffle"),
+    "how much": (
+        "batch_size", "micro_batch", "steps", "epochs", "init", "init_partial", "lora", "seed", "shuffle",
+        "skip_bad_samples",
+    ),
     "how": ("precision", "clip", "ema", "swa_start", "compile", "activation_checkpointing"),
     "run": (
         "checkpoint_every", "keep", "patience", "replicate_state", "max_restarts", "check", "timeout", "out",

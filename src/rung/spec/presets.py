@@ -86,6 +86,7 @@ ABILITIES: dict[str, Ability] = {
     "remote_modules": Ability(
         "a task's `remote` modules", lacking=Refusal("{name} keeps no modules on servers.", _OR_LEAVE_OUT)),
     "iterable_data": Ability("an iterable data set"),
+    "skip_bad_samples": Ability("`--skip-bad-samples`", ("skip_bad_samples",)),
     "hooks": Ability("a task's hooks and `log`"),
     "forward_log": Ability("`log` in a task's `forward`"),
     "turns": Ability("a dict of losses, which take turns"),
@@ -265,6 +266,9 @@ PRESETS: dict[str, Preset] = {
             "forward_log": _NO_COMMON_STEP,
             "iterable_data": Refusal(
                 "{name} hands out batches in any order, and an iterable data set has a fixed one.", "Use ps."),
+            "skip_bad_samples": Refusal(
+                "{asked} counts what all ranks leave out of a batch, and under {name} a trainer has whole batches of "
+                "its own.", "Use ps, or let the data set catch the error."),
             "check": Refusal("{name} has no steps that all processes take together.", "Use ps."),
             "verify": Refusal("{name} gives other numbers than one process: gradients are stale.", "Use ps."),
             **_OVER_RPC,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rung.checkpoint.state import extra_state
+from rung.data.bad_samples import BadSamples
 from rung.data.batch_shard import BatchPartition, LocalBatch
 from rung.data.batches import Batches
 from rung.data.pytree import tensors_in
@@ -45,6 +46,7 @@ from rung.train.one_process import (
     relative,
     tolerances_of,
 )
+from rung.train.same_windows import bad_samples_of
 
 log = logging.getLogger("rung")
 
@@ -75,7 +77,7 @@ def check_first_step(runtime: Runtime, task: Task, config: RunConfig, batches: B
         changed = world.gather_objects(reference.find_changed_parameters() if reference is not None else [])[0]
         if changed:
             _send_weights(runtime, reference)  # as they were
-    ours = _probe(runtime, samples, changed)
+    ours = _probe(runtime, samples, changed, bad_samples_of(config, world))
     found = None
     if reference is not None:
         with _kept_generators(world.device):
@@ -108,13 +110,13 @@ def _send_weights(runtime: Runtime, reference: Reference | None) -> None:
         reference.load(runtime.named_weights(), extra)
 
 
-def _probe(runtime: Runtime, samples: Samples, changed: list[str]) -> Figures:
+def _probe(runtime: Runtime, samples: Samples, changed: list[str], bad_samples: BadSamples | None) -> Figures:
     """The figures of this run. Parameters that forward changes are put back."""
     world = runtime.world
     named = dict(runtime.model.named_parameters())
     own = [named[name] for name in changed if name in named and not is_absent(named[name])]
     kept = [own_part(parameter).clone() for parameter in own]
-    window = next(iter(runtime.place(samples.of_rank(world.role.data_rank))))
+    window = next(iter(runtime.place(samples.of_rank(world.role.data_rank, bad_samples))))
     figures = _over_ranks(world, runtime.probe(window))
     if changed:
         weights = ((name, value) for name, value in runtime.named_weights() if name in changed and world.is_main)

@@ -324,7 +324,9 @@ def _position_after(before: Position, window: LocalBatch) -> Position:
     epoch, sample = window.epoch, (before.sample if same_epoch else 0) + count
     if window.ends_epoch:
         epoch, sample = window.epoch + 1, 0
-    return Position(window.step, epoch, before.samples + count, sample, best=before.best, stream=window.place)
+    skipped = window.skipped or before.skipped
+    samples = before.samples + count
+    return Position(window.step, epoch, samples, sample, best=before.best, stream=window.place, skipped=skipped)
 
 
 def _state_and_traffic(runtime: Runtime, world: World) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rung.checkpoint.state import set_extra_state
+from rung.data.bad_samples import BadSamples
 from rung.data.batch_shard import BatchPartition, LocalBatch
 from rung.data.batches import Batches
 from rung.data.rng import DeviceGenerators, seed_generators
@@ -145,8 +146,9 @@ class Samples:
         self._count = count if layout.num_stages > 1 else min(count, 2)
         self.total = min(config.batch_size, self._count * self._micro * self.num_ranks)
 
-    def of_rank(self, rank: int) -> Batches:
-        return self._read(BatchPartition(self.total, self.num_ranks, rank, self._micro))
+    def of_rank(self, rank: int, bad_samples: BadSamples | None = None) -> Batches:
+        """With `bad_samples` all ranks read theirs together."""
+        return self._read(BatchPartition(self.total, self.num_ranks, rank, self._micro), bad_samples)
 
     def whole(self, cut: str = "") -> Iterable[LocalBatch]:
         """As one process reads them: in the same micro-batches, in "halves" of them, or all in "one"."""
@@ -169,12 +171,23 @@ class Samples:
         own = [micro for window in windows for micro in window.micro_batches if micro.num_samples]
         return replace(windows[0], micro_batches=[replace(m, num_global_samples=m.num_samples) for m in own])
 
-    def _read(self, cut: BatchPartition) -> Batches:
+    def _read(self, cut: BatchPartition, bad_samples: BadSamples | None = None) -> Batches:
         # A stream may be used up by reading it.
         dataset = self._task.train_data() if self._batches.is_stream else self._batches.dataset
         shuffle, collate = self._config.shuffle, self._task.collate
         order = self._batches.order
-        return Batches(dataset, cut, seed=self._config.seed, shuffle=shuffle, order=order, num_steps=1, collate=collate)
+        if bad_samples is None and self._config.skip_bad_samples:
+            bad_samples = BadSamples(self._config.skip_bad_samples)
+        return Batches(
+            dataset,
+            cut,
+            seed=self._config.seed,
+            shuffle=shuffle,
+            order=order,
+            num_steps=1,
+            collate=collate,
+            bad_samples=bad_samples,
+        )
 
 
 class Reference:

@@ -1,15 +1,21 @@
-"""Whether the windows that ranks read of an iterable data set go together: nothing else tells before they wait."""
+"""What ranks tell each other about the windows that they read: whether they go together, and what is not in them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rung.data.bad_samples import BadSamples
 from rung.data.batch_shard import LocalBatch
 from rung.data.batches import Batches
 from rung.data.shard_windows import Exchange
+from rung.distributed.collectives import gather_json
 from rung.distributed.world import World
 from rung.errors import DataError
+from rung.spec.config import RunConfig
 
 
 class SameWindows:
@@ -53,6 +59,22 @@ def count_exchange(world: World) -> Exchange | None:
         return [[int(count) for count in rows[rank]] for rank in firsts]
 
     return exchange
+
+
+def bad_samples_of(
+    config: RunConfig, world: World, known: Iterable[str] = (), say: Callable[[str, str], None] | None = None
+) -> BadSamples | None:
+    """What counts the samples that a run leaves out. All ranks call it, servers as well: they keep the same count."""
+    if not config.skip_bad_samples:
+        return None
+    layout, group = world.layout, world.host_group() if world.has_peers else None
+
+    def gather(value: Any) -> list[tuple[int, Any]]:
+        rows = gather_json(value, group)
+        return [(layout.data_rank(rank), row) for rank, row in enumerate(rows) if not layout.is_server(rank)]
+
+    tell = (lambda line: say("%s", line)) if say is not None else None
+    return BadSamples(config.skip_bad_samples, known, gather if group is not None else None, tell)
 
 
 def _describe(rank: int, ends: int, num_micro_batches: int, num_samples: int) -> str:

@@ -93,6 +93,7 @@ class Session:
         torch.manual_seed(dropout_seed(self.config.seed, self.world))
         self.num_steps = 0
         self._num_samples = 0
+        self._skipped: tuple[str, ...] = ()  # samples that were left out
         self._last: StepStats | None = None
         self._saver: Saver | None = None
         self._saver_folder: Path | None = None
@@ -108,7 +109,7 @@ class Session:
         Iterating gives one window per step, over all epochs of the settings. A window holds only this rank's samples;
         pass it to `step`.
         """
-        return make_batches(self.task, self.config, self.world, start_step=self.num_steps)
+        return make_batches(self.task, self.config, self.world, start_step=self.num_steps, skipped=self._skipped)
 
     def step(self, batch: Any) -> StepStats:
         """One optimizer step on a global batch (the same on every rank), or on a window of `batches()`.
@@ -120,6 +121,7 @@ class Session:
         window = batch if isinstance(batch, LocalBatch) else self._window(batch)
         self.num_steps += 1
         self._num_samples += window.num_global_samples
+        self._skipped = window.skipped or self._skipped
         (placed,) = self.runtime.place([window])
         result = self.runtime.step(placed, want_norm=True)
         loss = result.loss_share.clone()
@@ -149,6 +151,7 @@ class Session:
             self._saver_folder.mkdir(parents=True, exist_ok=True)
             self._saver = Saver(self._saver_folder, self.runtime, keep=config.keep, keep_every=config.keep_every)
         position = Position(self.num_steps, 0, self._num_samples, self._num_samples, finite=self._is_finite())
+        position = replace(position, skipped=self._skipped)
         self._saver.save(position, wait=True)
 
     def _is_finite(self) -> bool | None:
@@ -166,6 +169,7 @@ class Session:
             return 0
         restore(self.runtime, found, seed=self.config.seed)
         self.num_steps, self._num_samples = found.step, int(found.manifest["samples"])
+        self._skipped = tuple(found.manifest.get("skipped", ()))
         return self.num_steps
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ from rung.train.oom import is_out_of_memory, memory_lines
 from rung.train.profiler import Profiler
 from rung.train.records import Summary
 from rung.train.resume_check import ResumeCheck
-from rung.train.same_windows import count_exchange
+from rung.train.same_windows import bad_samples_of, count_exchange
 from rung.train.sample_order import order_of, refuse_other_data
 from rung.train.trackers import open_trackers
 
@@ -91,7 +91,9 @@ def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure
     start = position_of(checkpoint, parse_best(config.keep_best))
     if world.is_main:
         check_best(task, config)
-    batches = make_batches(task, config, world, start_step=start.step, start_place=place_of(checkpoint))
+    batches = make_batches(
+        task, config, world, start_step=start.step, start_place=place_of(checkpoint), skipped=start.skipped
+    )
     refuse_other_data(checkpoint, batches)
     runtime = build_runtime(
         task,
@@ -294,7 +296,9 @@ def position_of(checkpoint: Checkpoint | None, goal: Goal | None = None) -> Posi
     saved = checkpoint.manifest
     best = goal.owns(read_best(saved)) if goal is not None else None
     step, epoch, samples, sample = (int(saved[key]) for key in ("step", "epoch", "samples", "sample"))
-    return Position(step, epoch, samples, sample, saved["evaluation_due"], best=best)
+    return Position(
+        step, epoch, samples, sample, saved["evaluation_due"], best=best, skipped=tuple(saved.get("skipped", ()))
+    )
 
 
 def check_best(task: Task, config: RunConfig) -> None:
@@ -320,10 +324,16 @@ def dropout_seed(seed: int, world: World) -> int:
 
 
 def make_batches(
-    task: Task, config: RunConfig, world: World, *, start_step: int = 0, start_place: StreamPlace | None = None
+    task: Task,
+    config: RunConfig,
+    world: World,
+    *,
+    start_step: int = 0,
+    start_place: StreamPlace | None = None,
+    skipped: tuple[str, ...] = (),
 ) -> Batches:
     """This rank's training windows. `start_place` is where a data set in shards is read on; without it, such a one is
-    read again from its start."""
+    read again from its start. `skipped` are the samples that the run has left out before."""
     dataset = task.train_data()
     batches = Batches(
         dataset,
@@ -340,7 +350,13 @@ def make_batches(
         **_workers(config, log.info if world.is_main else None),
         pin_memory=world.trains_on_gpu,
         reads=not world.role.is_server,
+        bad_samples=bad_samples_of(config, world, skipped, log.warning if world.is_main else None),
     )
+    if config.skip_bad_samples and task.loss_scope == "batch" and world.layout.num_data_ranks > 1:
+        raise DataError(
+            f'{task.name}: loss_scope = "batch" needs the same share of every micro-batch on all ranks, and a rank '
+            "whose samples cannot be read has fewer. Leave --skip-bad-samples out, or use one rank."
+        )
     if batches.num_shards is not None and task.loss_scope == "batch" and world.layout.num_data_ranks > 1:
         raise DataError(
             f'{task.name}: loss_scope = "batch" needs the same share of every micro-batch on all ranks, and at the end '

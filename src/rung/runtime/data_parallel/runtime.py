@@ -105,7 +105,7 @@ class ReplicaPasses:
 
     @contextmanager
     def _micro_batch(self, micro: MicroBatch, is_last: bool) -> Iterator[None]:
-        self._loss.num_rows = micro.num_samples
+        self._loss.num_rows = max(1, micro.num_samples)  # a stand-in has one
         yield
         self._replicas.backward()
 
