@@ -157,7 +157,7 @@ def contrastive() -> Task:
 def test_one_more_ends_the_run(tmp_path: Path) -> None:
     first = [n for n in ORDER.samples(0, 0, 103) if n in BAD]
     config = replace(CONFIG, skip_bad_samples=9, eval_every="never")
-    legs(few, config, tmp_path, [("ddp", 2, 1)])
+    legs(few, config, tmp_path, [("ddp", 2, 2)])
     message = f"sample {first[9]} of the data set cannot be read, and 9 others were left out before it"
     with pytest.raises(RankFailed, match=message) as failure:
         legs(few, config, tmp_path, [("ddp", 2, 8)])
