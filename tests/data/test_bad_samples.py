@@ -57,7 +57,7 @@ class Wrapped(Rows):
 
     def __iter__(self) -> Iterator[Any]:
         inner = (self.data[index] for index in range(len(self.data)))
-        return map(lambda row: row, inner)
+        return map(torch.clone, inner)
 
 
 class Shards(Rows):
@@ -103,7 +103,7 @@ def test_a_line_names_each_sample_once_over_the_epochs() -> None:
 @pytest.mark.parametrize("make", [Broken, Rows])
 def test_one_more_ends_the_run(make: Any) -> None:
     shuffle = False if make is not Rows else None
-    with pytest.raises(DataError, match="sample 5 .* cannot be read, and 2 others were left out before it") as error:
+    with pytest.raises(DataError, match=r"sample 5 .* cannot be read, and 2 others were left out before it") as error:
         windows(make(11, {1, 3, 5}), 4, 2, shuffle=shuffle)
     assert "OSError: file 5" in str(error.value)
 

@@ -239,7 +239,7 @@ def test_an_error_names_the_shard() -> None:
 
     with pytest.raises(ValueError, match="torn") as caught:
         windows(Broken([4, 4]), 2, shuffle=False)
-    assert "shard 0 of the data set, after 2 samples" in caught.value.__notes__[0]
+    assert "sample 2 of shard 0" in caught.value.__notes__[0]
 
 
 def test_refused_data_sets_in_shards() -> None:

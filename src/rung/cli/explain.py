@@ -10,7 +10,7 @@ from rung.spec.flags import add_settings, assignments_of
 # The usual settings that change the placement of parameters or the messages; --set takes the others.
 _FLAGS = {
     "where": ("strategy", "nproc", "schedule", "split", "sequence_parallel", "cp_form", "offload", "shard_by"),
-    "how much": ("batch_size", "micro_batch", "lora"),
+    "how much": ("batch_size", "batch_tokens", "micro_batch", "lora"),
     "how": ("precision", "clip", "activation_checkpointing", "compress"),
 }
 

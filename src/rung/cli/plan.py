@@ -10,7 +10,7 @@ from rung.spec.flags import add_settings, assignments_of
 # Settings that change memory and time. Without --strategy, the planner chooses one.
 _FLAGS = {
     "where": ("strategy", "sequence_parallel", "cp_form", "shard_by"),
-    "how much": ("batch_size", "micro_batch", "lora"),
+    "how much": ("batch_size", "batch_tokens", "micro_batch", "lora"),
     "how": ("precision", "clip", "ema", "swa_start", "activation_checkpointing", "compile", "offload", "compress"),
 }
 

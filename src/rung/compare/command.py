@@ -52,6 +52,11 @@ def compare(options: CompareOptions, stderr: Console) -> tuple[dict[str, Any], P
     if "steps" in options.assignments:
         del given["steps"]
     resolved = resolve(task, file=options.config_file, flags=given, assignments=options.assignments)
+    if resolved.config.batch_tokens is not None:
+        raise ConfigError(
+            "rung compare takes batches of one number of samples, and batch_tokens gives others in every step. Give "
+            "--batch-size."
+        )
     config = replace(
         resolved.config,
         epochs=None,

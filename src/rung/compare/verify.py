@@ -111,6 +111,11 @@ def verify_command(
     if "precision" in assignments:
         raise ConfigError("rung verify compares in fp64 or in fp32: say --precision fp32 instead of --set precision.")
     requested = resolve(load_task(path), flags=flags, assignments=assignments).config
+    if requested.batch_tokens is not None:
+        raise ConfigError(
+            "rung verify takes batches of one number of samples, and batch_tokens gives others in every step. Give "
+            "--batch-size."
+        )
     # One process refuses these settings: leave them out for `prepare`. `_job` gives each strategy those that it uses.
     inapplicable = inapplicable_settings(parse("single", 1))
     given = {**flags, "nproc": 1, "strategy": "single", **{name: SETTINGS[name].default for name in inapplicable}}

@@ -6,34 +6,15 @@ the samples that are really there, and all ranks count what the run has left out
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
+from rung.data.batch_shard import BadSample, LocalBatch
 from rung.errors import DataError
-
-if TYPE_CHECKING:
-    from rung.data.batch_shard import LocalBatch
 
 # Takes a JSON value of this rank. Returns those of all ranks that read data, each with the data rank that it is.
 Gather = Callable[[Any], list[tuple[int, Any]]]
-
-
-@dataclass(frozen=True)
-class BadSample:
-    """A sample that raised."""
-
-    position: int  # within the epoch
-    name: str  # in words; the same name is the same sample
-    error: str
-
-    @classmethod
-    def of(cls, position: int, name: str, error: Exception) -> BadSample:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
-        text = " ".join(str(error).split())
-        return cls(position, name, f"{type(error).__name__}{': ' if text else ''}{text[:500]}{where}")
 
 
 def good(samples: Iterable[Any]) -> list[Any]:

@@ -7,14 +7,30 @@ gets a stand-in sample of weight 0, because it must still take part in the colle
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from rung.data.bad_samples import BadSample
 from rung.data.pytree import map_tensors
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that raised when it was read."""
+
+    position: int  # within the epoch
+    name: str  # in words; the same name is the same sample
+    error: str
+
+    @classmethod
+    def of(cls, position: int, name: str, error: Exception) -> BadSample:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
+        text = " ".join(str(error).split())
+        return cls(position, name, f"{type(error).__name__}{': ' if text else ''}{text[:500]}{where}")
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,7 @@ class BatchPartition:
     num_ranks: int
     rank: int
     micro_batch: int | None = None
+    num_parts: int | None = None  # of every batch, whatever its size, instead of micro-batches of one size
 
     @property
     def global_micro_batch(self) -> int:
@@ -71,6 +88,7 @@ class BatchPartition:
 
     @property
     def num_micro_batches(self) -> int:
+        """Of a whole batch."""
         return -(-self.batch_size // self.global_micro_batch)
 
     def piece(self, num_samples: int) -> tuple[int, int]:
@@ -80,6 +98,8 @@ class BatchPartition:
     def micro_sizes(self, num_samples: int) -> list[int]:
         """The sizes of the micro-batches of a window of `num_samples` (the last window of an epoch is short)."""
         size = self.global_micro_batch
+        if self.num_parts is not None:
+            size = -(-num_samples // (self.num_ranks * self.num_parts)) * self.num_ranks
         return [min(size, num_samples - start) for start in range(0, num_samples, size)]
 
 
@@ -94,14 +114,13 @@ class SampleRange:
     num_global: int
 
 
-def ranges_of(step: int, cut: BatchPartition, per_epoch: int, num_samples: int) -> Iterator[SampleRange]:
-    """This rank's ranges of a step; steps count from 0."""
-    epoch, within = divmod(step, per_epoch)
-    base = within * cut.batch_size
-    for size in cut.micro_sizes(min(cut.batch_size, num_samples - base)):
-        start, stop = cut.piece(size)
-        if start < stop:
-            yield SampleRange(epoch, base + start, base + stop, stop - start, size)
+def ranges_of(cut: BatchPartition, epoch: int, start: int, stop: int) -> Iterator[SampleRange]:
+    """This rank's ranges of the batch at the positions start..stop of an epoch."""
+    base = start
+    for size in cut.micro_sizes(stop - start):
+        first, after = cut.piece(size)
+        if first < after:
+            yield SampleRange(epoch, base + first, base + after, after - first, size)
         else:
             yield SampleRange(epoch, base, base + 1, 0, size)
         base += size

@@ -30,6 +30,7 @@ from rung.data.permutation import Permutation, mix
 from rung.data.sample_reader import SampleReader, StreamReader, check_stream
 from rung.data.shard_windows import Exchange, ShardWindows, StreamPlace
 from rung.data.shards import ReadSamples, ShardReader, Shards
+from rung.data.token_batches import TokenBatches
 from rung.data.worker_choice import WorkerChoice
 from rung.errors import DataError
 from rung.system.processes import die_with_parent, leave_requests_to_parent, name_process, own_temporary_folder
@@ -64,11 +65,12 @@ class Batches:
         pin_memory: bool = False,
         reads: bool = True,
         bad_samples: BadSamples | None = None,
+        by_tokens: TokenBatches | None = None,
     ) -> None:
         """Without `reads` there are the windows but not their data, unless only reading tells how many there are. The
         `choice` learns from the first windows how many processes read the others; an iterable data set has none. With
         an `exchange` ranks read only their own shards; `start_place` is where such a data set is read on. With
-        `bad_samples` those that raise are left out."""
+        `bad_samples` those that raise are left out. With `by_tokens` batches are those, in place of an `order`."""
         if isinstance(dataset, DataLoader):
             raise DataError(
                 "train_data() and eval_data() return a data set, and this is a DataLoader: Rung makes the batches, and "
@@ -77,6 +79,7 @@ class Batches:
             )
         self.cut = cut
         self.order = order  # of a map-style data set
+        self.by_tokens = by_tokens
         self._bad_samples = bad_samples
         self._num_skipped = bad_samples.limit if bad_samples is not None else 0
         self._reads = reads
@@ -114,7 +117,7 @@ class Batches:
         self.num_samples = len(dataset)
         if self.num_samples == 0:
             raise DataError(f"the data set {type(dataset).__name__} is empty.")
-        self.order = order or Permutation(self.num_samples, seed, shuffle=shuffle is not False)
+        self.order = by_tokens or order or Permutation(self.num_samples, seed, shuffle=shuffle is not False)
 
     @property
     def dataset(self) -> Any:
@@ -134,11 +137,15 @@ class Batches:
         resumed still draws by the same weights, lengths or shares."""
         if self.order is None or isinstance(self.order, Permutation):
             return None
-        first = self.order.samples(0, 0, min(self.order.num_samples, _DIGESTED))
+        first: list[Any] = self.order.samples(0, 0, min(self.order.num_samples, _DIGESTED))
+        if self.by_tokens is not None:
+            first.append(self.by_tokens.starts(0)[:_DIGESTED].tolist())
         return hashlib.sha256(repr(first).encode()).hexdigest()[:16]
 
     @property
     def steps_per_epoch(self) -> int | None:
+        if self.by_tokens is not None:
+            return len(self.by_tokens.sizes)
         return None if self.num_samples is None else -(-self.num_samples // self.cut.batch_size)
 
     @property
@@ -156,6 +163,17 @@ class Batches:
             windows = self._windows_of_shards()
         return windows if self._bad_samples is None else self._bad_samples.settle(windows)
 
+    def ranges(self, step: int) -> list[SampleRange]:
+        """This rank's ranges of a step; steps count from 0."""
+        assert self.steps_per_epoch is not None
+        assert self.num_samples is not None
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.cut.batch_size
+        stop = min(start + self.cut.batch_size, self.num_samples)
+        if self.by_tokens is not None:
+            start, stop = self.by_tokens.starts(epoch)[within : within + 2].tolist()
+        return list(ranges_of(self.cut, epoch, start, stop))
+
     def window(self, step: int) -> LocalBatch:
         """One window by the number of its step."""
         per_epoch = self.steps_per_epoch
@@ -167,8 +185,7 @@ class Batches:
         if self._reader is None:
             self._reader = self._make_reader()
         started = time.perf_counter()
-        pieces = ranges_of(step - 1, self.cut, per_epoch, self.num_samples or 0)
-        micro_batches = [self._reader[piece] for piece in pieces]
+        micro_batches = [self._reader[piece] for piece in self.ranges(step - 1)]
         epoch, within = divmod(step - 1, per_epoch)
         return LocalBatch(step, epoch, micro_batches, within == per_epoch - 1, time.perf_counter() - started)
 
@@ -203,7 +220,6 @@ class Batches:
     def _map_windows(self) -> Iterator[LocalBatch]:
         total, per_epoch = self.total_steps, self.steps_per_epoch
         assert per_epoch is not None
-        assert self.num_samples is not None
         step = self._start_step
         reader = self._make_reader()
         if self._reads:
@@ -213,9 +229,8 @@ class Batches:
         ended = time.perf_counter()
         while total is None or step < total:
             epoch, within = divmod(step, per_epoch)
-            window_samples = min(self.cut.batch_size, self.num_samples - within * self.cut.batch_size)
             started = time.perf_counter()
-            micro_batches = [next(loader) for _ in self.cut.micro_sizes(window_samples)]
+            micro_batches = [next(loader) for _ in self.ranges(step)]
             waited = time.perf_counter() - started
             step += 1
             before, ended = ended, time.perf_counter()
@@ -287,13 +302,9 @@ class _PieceStream:
         self._start_step, self._total_steps = start_step, total_steps
 
     def __iter__(self) -> Iterator[SampleRange]:
-        batches, cut = self._batches, self._batches.cut
-        per_epoch, num_samples = batches.steps_per_epoch, batches.num_samples
-        assert per_epoch is not None
-        assert num_samples is not None
         step = self._start_step
         while self._total_steps is None or step < self._total_steps:
-            yield from ranges_of(step, cut, per_epoch, num_samples)
+            yield from self._batches.ranges(step)
             step += 1
 
 

@@ -27,7 +27,7 @@ class WeightedDraws:
     """As many draws an epoch as there are samples, with replacement, by weight."""
 
     def __init__(self, weights: Any, num_samples: int, seed: int) -> None:
-        values = _numbers(weights, num_samples, "sample_weights")
+        values = numbers(weights, num_samples, "sample_weights")
         if (values < 0).any() or not values.sum() > 0:
             raise DataError("sample_weights() gives weights that are negative, or all 0; no draw can follow them.")
         self.num_samples, self._seed = num_samples, seed
@@ -44,7 +44,7 @@ class ByLength:
     """Every sample once an epoch, in batches of samples of similar length; batches in random order."""
 
     def __init__(self, lengths: Any, num_samples: int, batch_size: int, seed: int) -> None:
-        self._lengths = _numbers(lengths, num_samples, "sample_lengths")
+        self._lengths = numbers(lengths, num_samples, "sample_lengths")
         self.num_samples, self._batch_size, self._seed = num_samples, batch_size, seed
         self._shuffled = Permutation(num_samples, seed, shuffle=True)
         self._epoch: tuple[int, list[int]] = (-1, [])
@@ -78,7 +78,7 @@ class Mixture:
             )
         parts: list[Any] = dataset.datasets
         lengths = [len(part) for part in parts]
-        values = _numbers(shares, len(lengths), "mixture", what="parts of the data set")
+        values = numbers(shares, len(lengths), "mixture", what="parts of the data set")
         if not (values > 0).all():
             raise DataError(f"mixture = {list(shares)!r}: a share must be above 0. Leave a part without one out.")
         if 0 in lengths:
@@ -120,7 +120,8 @@ def _share_out(values: NDArray[np.float64]) -> NDArray[np.int64]:
     return counts
 
 
-def _numbers(values: Any, count: int, name: str, what: str = "samples") -> NDArray[np.float64]:
+def numbers(values: Any, count: int, name: str, what: str = "samples") -> NDArray[np.float64]:
+    """What a task gives for each sample, or for each of its parts."""
     found = np.asarray(values, dtype=np.float64)
     if found.shape != (count,) or not np.isfinite(found).all():
         raise DataError(

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from rung.data.bad_samples import BadSample, bad, can_be_left_out, good
-from rung.data.batch_shard import BatchPartition, MicroBatch, SampleRange
+from rung.data.bad_samples import bad, can_be_left_out, good
+from rung.data.batch_shard import BadSample, BatchPartition, MicroBatch, SampleRange
 from rung.data.orders import Order
 from rung.data.permutation import mix
 from rung.data.rng import GeneratorMarks, keeping_generators, restore_generators, save_generators, seed_generators

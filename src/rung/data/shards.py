@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from rung.data.bad_samples import BadSample
+from rung.data.batch_shard import BadSample
 from rung.data.permutation import Permutation, mix
 from rung.data.rng import keeping_generators, seed_generators
 from rung.data.sample_reader import Samples

@@ -16,6 +16,7 @@ from rung.planner.parallel_search import TaskSource
 from rung.planner.plan import make_plan
 from rung.spec.config import count_range, resolve
 from rung.spec.task import load_task
+from rung.train.sample_order import with_fullest_batch
 
 _LINES = 3
 
@@ -43,9 +44,10 @@ def choose_flags(
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
     nproc = high or (torch.cuda.device_count() if on_gpu else 1)
     cluster = local_cluster(nproc, on_gpu=on_gpu, log=log)
-    source = TaskSource(path, resolved.arguments)
+    source = TaskSource(path, resolved.arguments, config)
+    task, config = with_fullest_batch(task.bind(resolved.arguments), config)
     measurements = open_measurements(source, cluster) if measures else None
-    plan = make_plan(task.bind(resolved.arguments), config, cluster, advises=False, measurements=measurements)
+    plan = make_plan(task, config, cluster, advises=False, measurements=measurements)
     if plan.chosen is None:
         raise ConfigError(" ".join(plan.words))
     chosen = plan.chosen

@@ -21,6 +21,7 @@ from rung.planner.plan import Plan, make_plan
 from rung.spec.config import resolve
 from rung.spec.task import load_task
 from rung.system.units import human_bytes, human_seconds
+from rung.train.sample_order import with_fullest_batch
 
 _MOST_ROWS = 15
 
@@ -53,11 +54,12 @@ def plan_command(
         )
     target = parse_cluster(cluster, Path(hardware) if hardware is not None else None)
     messages = Console(file=sys.stderr, markup=False)
-    source = TaskSource(path, resolved.arguments)
+    source = TaskSource(path, resolved.arguments, config)
+    task, config = with_fullest_batch(task.bind(resolved.arguments), config)
     measurements = open_measurements(source, target) if measures else None
     with messages.status("planning") as shown:
         plan = make_plan(
-            task.bind(resolved.arguments),
+            task,
             config,
             target,
             only=config.strategy,

@@ -25,7 +25,7 @@ from rung.planner.search import WORTH_IT, Rejected, gib
 from rung.spec.abilities import mechanisms, rung_of
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
-from rung.spec.task import files_of, load_task
+from rung.spec.task import files_of
 
 KEPT = Path("runs/measured.json")
 _SECONDS = 60.0  # for all measurements of a plan
@@ -99,7 +99,12 @@ class Measurements:
         name = torch.cuda.get_device_name() if self._device == "cuda" else self._device
         parts = [layout.name, layout.num_ranks, ranks, name, torch.__version__, asdict(config)]
         code = [path.read_text(errors="replace") for path in files_of(self._source.path)]
-        parts += [dict(self._source.arguments), code]
+        given = self._source.given
+        parts += [
+            dict(self._source.arguments),
+            code,
+            *([given.batch_tokens] if given is not None and given.batch_tokens else []),
+        ]
         return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode()).hexdigest()[:24]
 
     def _write(self) -> None:
@@ -122,7 +127,7 @@ def _measure(
     source: TaskSource, layout: Layout, config: RunConfig, ranks: tuple[int, ...], device: str
 ) -> MeasuredRank | None:
     """In the process that measures: the largest figures of these ranks, or None if one does not fit."""
-    task = load_task(source.path).bind(source.arguments)
+    task = source.load()
     try:
         first, *others = (measure_rank(task, layout, config, rank=rank, device=device) for rank in ranks)
     except torch.OutOfMemoryError:

@@ -25,8 +25,9 @@ from rung.planner.search import SearchResult, search
 from rung.planner.truncated_model import count_blocks
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
-from rung.spec.task import load_task
+from rung.spec.task import Task, load_task
 from rung.system.processes import num_cores
+from rung.train.sample_order import with_fullest_batch
 
 FEW = 24  # up to this many layouts, one process finishes before others would have started
 
@@ -37,6 +38,11 @@ class TaskSource:
 
     path: str | Path
     arguments: Mapping[str, Any]
+    given: RunConfig | None = None  # of a plan whose batches are by tokens
+
+    def load(self) -> Task:
+        task = load_task(self.path).bind(self.arguments)
+        return with_fullest_batch(task, self.given)[0] if self.given is not None else task
 
 
 def search_in_processes(
@@ -102,7 +108,7 @@ def _search_group(
 ) -> list[SearchResult]:
     """Search the layouts of one group. The file `best` holds the seconds of each group's fastest layout; a group only
     writes its own `slot`, so no lock is needed."""
-    task = load_task(source.path).bind(source.arguments)
+    task = source.load()
     estimator = Estimator(task, config, cluster, count_blocks(task))
     seconds = np.memmap(best, dtype=np.float64, mode="r+")
 

@@ -17,6 +17,8 @@ from rung.spec.strategy import Layout
 from rung.spec.task import Task
 from rung.spec.turns import turns_of
 
+MICRO_BATCHES_PER_STAGE = 2  # of a pipeline, by default
+
 
 def validate_config(config: RunConfig, layout: Layout) -> None:
     """Refuse settings that cannot work with the layout, before a process starts."""
@@ -47,7 +49,7 @@ def validate_config(config: RunConfig, layout: Layout) -> None:
         )
     if config.profile is not None and config.steps is not None and profiled_steps(config.profile)[0] > config.steps:
         raise ConfigError(f"--profile {config.profile} begins after the last step, {config.steps}.")
-    if config.micro_batch is not None and config.micro_batch > config.batch_size:
+    if config.micro_batch is not None and config.batch_tokens is None and config.micro_batch > config.batch_size:
         raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")
 
 
@@ -123,7 +125,7 @@ def micro_batch_size(config: RunConfig, layout: Layout) -> int | None:
     """Samples in one micro-batch of a rank. A pipeline needs several micro-batches: by default two for each stage."""
     if config.micro_batch is not None or layout.num_stages == 1:
         return config.micro_batch
-    return -(-config.batch_size // (layout.num_data_ranks * 2 * layout.num_stages))
+    return -(-config.batch_size // (layout.num_data_ranks * MICRO_BATCHES_PER_STAGE * layout.num_stages))
 
 
 def half_micro_batch(config: RunConfig, layout: Layout) -> int | None:

@@ -50,6 +50,9 @@ class RunConfig:
         flag=True,
     )
     batch_size: int = _setting(32, "samples in one step, over all processes", int, flag=True)
+    batch_tokens: int | None = _setting(
+        None, "in place of --batch-size: tokens in one step, by the task's sample_lengths()", int, flag=True
+    )
     micro_batch: int | None = _setting(
         None, "samples in one forward pass of a process; gradients are accumulated over several", int, flag=True
     )
@@ -236,8 +239,8 @@ class RunConfig:
 _MAX_CHARACTERS = 4096  # of a value; Python converts at most 4300 digits to an integer
 _COUNT = re.compile("[0-9]{1,15}")
 _AT_LEAST_ONE = (
-    "batch_size", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep", "keep_every",
-    "grace_seconds", "servers", "local_steps", "patience", "swa_start", "store_timeout",
+    "batch_size", "batch_tokens", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep",
+    "keep_every", "grace_seconds", "servers", "local_steps", "patience", "swa_start", "store_timeout",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "workers", "seed", "max_restarts", "staleness", "compress_warmup", "check_every", "skip_bad_samples",
@@ -306,10 +309,31 @@ def resolve(
         if key in given:
             raise ConfigError(f"{key} is given twice: as --{key.replace('_', '-')} and with --set.")
         assign(key, text, "flag", given_by="--set")
+    _keep_one_batch(values, origins)
     config = RunConfig(**values)
     if config.steps is None and config.epochs is None:
         config = replace(config, epochs=1)
     return Resolved(config, arguments, origins)
+
+
+def _keep_one_batch(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """A batch is so many samples, or so many tokens: the stronger source decides, and one source gives one of them."""
+    if values.get("batch_tokens") is None or origins["batch_size"] == "default":
+        return
+    by_samples, by_tokens = (_strength(origins[key]) for key in ("batch_size", "batch_tokens"))
+    if by_samples == by_tokens:
+        raise ConfigError(
+            f"--batch-size {values['batch_size']} and --batch-tokens {values['batch_tokens']} are two sizes of a "
+            "batch: in samples, and in tokens. Keep one of them."
+        )
+    weaker = "batch_tokens" if by_samples > by_tokens else "batch_size"
+    values.pop(weaker)
+    origins[weaker] = "default"
+
+
+def _strength(origin: str) -> int:
+    """Of a source of settings; the later ones override the others."""
+    return ["default", "task", "run", "file", "flag"].index(origin.partition(" ")[0])
 
 
 def check(key: str, value: Any) -> Any:
@@ -438,7 +462,7 @@ def write_toml(resolved: Resolved, path: str | Path, heading: str) -> None:
         value = getattr(config, name)
         if name == "out":
             continue  # a run that reads this file must get a directory of its own
-        if value is None:
+        if value is None or (name == "batch_size" and config.batch_tokens is not None):
             lines.append(f"# {name} is not set")
         else:
             lines.append(f"{name} = {_toml(value)}  # {origins[name]}")

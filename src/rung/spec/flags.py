@@ -14,8 +14,8 @@ TRAIN_FLAGS = {
         "cp_form", "offload", "shard_by", "servers", "staleness", "compress", "local_steps", "outer",
     ),
     "how much": (
-        "batch_size", "micro_batch", "steps", "epochs", "init", "init_partial", "lora", "seed", "shuffle",
-        "skip_bad_samples",
+        "batch_size", "batch_tokens", "micro_batch", "steps", "epochs", "init", "init_partial", "lora", "seed",
+        "shuffle", "skip_bad_samples",
     ),
     "how": ("precision", "clip", "ema", "swa_start", "compile", "activation_checkpointing"),
     "run": (

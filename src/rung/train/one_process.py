@@ -138,6 +138,7 @@ class Samples:
     def __init__(self, task: Task, config: RunConfig, layout: Layout, batches: Batches) -> None:
         self._task, self._config, self._batches = task, config, batches
         self.num_ranks = layout.num_data_ranks
+        config = replace(config, batch_size=batches.cut.batch_size)  # by --batch-tokens the largest
         share = -(-config.batch_size // self.num_ranks)
         own = min(micro_batch_size(config, layout) or share, share)
         count = batches.cut.num_micro_batches

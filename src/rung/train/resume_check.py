@@ -36,7 +36,10 @@ class ResumeCheck:
     ) -> ResumeCheck:
         """With the losses that the main rank's metrics.jsonl has of steps after the checkpoint."""
         saved = checkpoint.manifest.get("config", {}) if checkpoint is not None else {}
-        same = [saved.get(name) == getattr(config, name) for name in ("batch_size", "micro_batch", "seed", "precision")]
+        same = [
+            saved.get(name) == getattr(config, name)
+            for name in ("batch_size", "batch_tokens", "micro_batch", "seed", "precision")
+        ]
         # Under ps-async a step has no loss of its own: gradients are late by chance.
         is_repeatable = can(world.layout, "verify")
         if checkpoint is None or not is_repeatable or not all(same) or not is_same_topology(checkpoint.manifest, world):

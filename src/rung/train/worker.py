@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from rung.data.batch_shard import BatchPartition
 from rung.data.batches import Batches
 from rung.data.permutation import mix
 from rung.data.shard_windows import StreamPlace
+from rung.data.token_batches import TokenBatches
 from rung.data.worker_choice import WorkerChoice
 from rung.distributed.live_status import snapshot_path
 from rung.distributed.status_board import StatusWriter
@@ -30,7 +31,7 @@ from rung.runtime.base import AVERAGE, ModelFacts
 from rung.runtime.measure import metric_names
 from rung.spec.abilities import describe_layout, works_at_own_pace
 from rung.spec.best_metric import Goal, parse_best, read_best, refuse_unknown_metric
-from rung.spec.compatibility import half_micro_batch, micro_batch_size
+from rung.spec.compatibility import MICRO_BATCHES_PER_STAGE, half_micro_batch, micro_batch_size
 from rung.spec.config import RunConfig
 from rung.spec.observability import profiled_steps, tracker_names
 from rung.spec.strategy import Layout, parse
@@ -48,7 +49,7 @@ from rung.train.profiler import Profiler
 from rung.train.records import Summary
 from rung.train.resume_check import ResumeCheck
 from rung.train.same_windows import bad_samples_of, count_exchange
-from rung.train.sample_order import order_of, refuse_other_data
+from rung.train.sample_order import order_of, refuse_other_data, token_batches_of
 from rung.train.trackers import open_trackers
 
 log = logging.getLogger("rung")
@@ -104,6 +105,9 @@ def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure
         dataset=None if batches.is_stream else batches.dataset,
         seeded=checkpoint is None,
     )
+    evaluation = _evaluation(task, config, world)
+    if config.batch_tokens is not None and evaluation is not None and config.eval_every != "never":
+        evaluation()  # sample_lengths() may not know the evaluation data, which should not show after an epoch
     torch.manual_seed(dropout_seed(config.seed, world))
     if checkpoint is not None:
         restore(runtime, checkpoint, seed=config.seed)
@@ -137,13 +141,14 @@ def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure
             batches,
             world=world,
             config=config,
-            evaluation=_evaluation(task, config, world),
+            evaluation=evaluation,
             outputs=outputs,
             persistence=persistence,
             task=task,
         )
     except Exception as error:
-        fill = partial(_fill_failure, failure, error, runtime, world, config, persistence.checkpointing)
+        sized = replace(config, batch_size=batches.cut.batch_size)
+        fill = partial(_fill_failure, failure, error, runtime, world, sized, persistence.checkpointing)
         try:
             fill()
         except MemoryError:  # the failing frames still hold what filled the memory
@@ -335,12 +340,14 @@ def make_batches(
     """This rank's training windows. `start_place` is where a data set in shards is read on; without it, such a one is
     read again from its start. `skipped` are the samples that the run has left out before."""
     dataset = task.train_data()
+    by_tokens = token_batches_of(task, config, dataset)
     batches = Batches(
         dataset,
-        _partition(config, world),
+        _partition(config, world, by_tokens),
         seed=config.seed,
         shuffle=config.shuffle,
         order=order_of(task, config, dataset),
+        by_tokens=by_tokens,
         num_steps=config.steps,
         num_epochs=config.epochs,
         start_step=start_step,
@@ -377,9 +384,12 @@ def _workers(config: RunConfig, log_line: Callable[[str, str], None] | None = No
 def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
     """This rank's share of the evaluation set: each sample once, in the data set's own order."""
     assert task.eval_data is not None
+    dataset, by_tokens = task.eval_data(), None
+    if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
+        by_tokens = token_batches_of(task, config, dataset, is_evaluation=True)
     return Batches(
-        task.eval_data(),
-        _partition(config, world),
+        dataset,
+        _partition(config, world, by_tokens),
         seed=config.seed,
         shuffle=False,
         num_epochs=1,
@@ -388,6 +398,7 @@ def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
         **_workers(config),
         pin_memory=world.trains_on_gpu,
         reads=not world.role.is_server,
+        by_tokens=by_tokens,
     )
 
 
@@ -412,6 +423,13 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
         samples += f" of {number:,} shard{'s' if number > 1 else ''}"
         samples += f", of which a rank reads {own:,}" if own < number else ""
     readers = f"{'data ' if layout.is_composed else ''}rank{'s' if cut.num_ranks > 1 else ''}"
+    if config.batch_tokens is not None and batches.by_tokens is not None:
+        sizes = batches.by_tokens.sizes
+        log.info(
+            "  data: %s in %s batches; a step is up to %s tokens, %d to %d samples on %d %s",
+            samples, f"{len(sizes):,}", f"{config.batch_tokens:,}", sizes.min(), sizes.max(), cut.num_ranks, readers,
+        )  # fmt: skip
+        return
     is_even = config.batch_size == cut.num_ranks * per_rank * cut.num_micro_batches
     log.info(
         "  data: %s; a step is %d%s %d %s x %s%d sample%s x %d micro-batch%s",
@@ -421,7 +439,11 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
     )  # fmt: skip
 
 
-def _partition(config: RunConfig, world: World) -> BatchPartition:
-    return BatchPartition(
-        config.batch_size, world.layout.num_data_ranks, world.role.data_rank, micro_batch_size(config, world.layout)
-    )
+def _partition(config: RunConfig, world: World, by_tokens: TokenBatches | None = None) -> BatchPartition:
+    layout, size, parts = world.layout, config.batch_size, None
+    if by_tokens is not None:
+        size = int(by_tokens.sizes.max())
+        if config.micro_batch is None and layout.num_stages > 1:
+            parts = MICRO_BATCHES_PER_STAGE * layout.num_stages
+    micro = micro_batch_size(replace(config, batch_size=size), layout)
+    return BatchPartition(size, layout.num_data_ranks, world.role.data_rank, micro, parts)

@@ -41,6 +41,7 @@ from rung.spec.strategy import default_name, parse, required_num_ranks
 from rung.spec.task import load_task
 from rung.system.disk import check_file, writing
 from rung.system.units import human_bytes, plural
+from rung.train.sample_order import with_fullest_batch
 
 _MOST_ROWS = 40  # of parameters
 _MOST_RANKS = 16  # of the chart
@@ -81,7 +82,7 @@ def explain_command(
     num_ranks = num_ranks or 1
     layout = parse(config.strategy or default_name(num_ranks), num_ranks, num_ranks, config.schedule)
     validate_config(config, layout)
-    task = task.bind(resolved.arguments)
+    task, config = with_fullest_batch(task.bind(resolved.arguments), config)
     messages = Console(file=sys.stderr, markup=False)
     with messages.status("explaining") as shown:
         explanation = explain(
