@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -102,11 +103,27 @@ def steps_by_hand(num_steps: int = 20) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("pp2", 2), slow("ddp", 4), slow("zero3", 3), slow("tp2", 2), slow("pp2,zero2", 4)]
+    ("strategy", "ranks", "micro"),
+    [
+        ("pp2", 2, None),
+        slow("ddp", 4, None),
+        slow("ddp", 2, 23),
+        slow("zero3", 3, None),
+        slow("tp2", 2, 40),
+        slow("pp2,zero2", 4, 20),
+    ],
 )
-def test_the_numbers_of_one_process(strategy: str, ranks: int) -> None:
+def test_the_numbers_of_one_process(strategy: str, ranks: int, micro: int | None) -> None:
     expected = by_hand(tokens(), CONFIG, steps=steps_by_hand())
-    assert largest_difference(expected, on_ranks(with_rung, ranks, tokens, strategy, CONFIG)[0]) < 1e-9
+    config = replace(CONFIG, micro_batch=micro)
+    assert largest_difference(expected, on_ranks(with_rung, ranks, tokens, strategy, config)[0]) < 1e-9
+
+
+def test_micro_batches_are_as_many_in_every_batch() -> None:
+    assert BatchPartition(40, 2, 0, num_parts=3).micro_sizes(40) == [14, 14, 12]
+    assert BatchPartition(40, 2, 0, num_parts=3).micro_sizes(12) == [4, 4, 4]
+    assert BatchPartition(40, 2, 0, num_parts=3).micro_sizes(3) == [2, 1]
+    assert BatchPartition(40, 2, 0, num_parts=3).num_micro_batches == 3
 
 
 def test_resumed_in_the_middle_of_an_epoch_on_other_ranks(tmp_path: Path) -> None:

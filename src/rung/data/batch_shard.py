@@ -78,13 +78,12 @@ class BatchPartition:
     num_ranks: int
     rank: int
     micro_batch: int | None = None
-    num_parts: int | None = None  # of every batch, whatever its size, instead of micro-batches of one size
+    num_parts: int | None = None  # micro-batches of each batch, whatever its size, in place of `micro_batch`
 
     @property
     def global_micro_batch(self) -> int:
-        if self.micro_batch is None:
-            return self.batch_size
-        return min(self.batch_size, self.micro_batch * self.num_ranks)
+        """The most samples of a micro-batch, over all ranks."""
+        return self._micro_size(self.batch_size)
 
     @property
     def num_micro_batches(self) -> int:
@@ -97,10 +96,17 @@ class BatchPartition:
 
     def micro_sizes(self, num_samples: int) -> list[int]:
         """The sizes of the micro-batches of a window of `num_samples` (the last window of an epoch is short)."""
-        size = self.global_micro_batch
-        if self.num_parts is not None:
-            size = -(-num_samples // (self.num_ranks * self.num_parts)) * self.num_ranks
+        size = self._micro_size(num_samples)
         return [min(size, num_samples - start) for start in range(0, num_samples, size)]
+
+    def _micro_size(self, num_samples: int) -> int:
+        if self.num_parts is not None:
+            each = -(-num_samples // (self.num_ranks * self.num_parts))
+        elif self.micro_batch is not None:
+            each = self.micro_batch
+        else:
+            return self.batch_size
+        return min(self.batch_size, each * self.num_ranks)
 
 
 @dataclass(frozen=True)

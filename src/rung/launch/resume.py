@@ -23,7 +23,7 @@ from rung.system.untrusted import lines_of, open_regular, parse_json, read_regul
 
 CONFIG = "config.toml"
 # Settings that determine the numbers. Others may differ: the strategy does not change the result.
-_FIXED = ("batch_size", "batch_tokens", "seed", "shuffle", "lora", "swa_start")
+_FIXED = ("batch_tokens", "batch_size", "seed", "shuffle", "lora", "swa_start")
 # Not taken from a run's directory, which may have come from somebody else: a run must not choose network peers.
 _MACHINES = ("nnodes", "rdzv", "rdzv_key", "rpc_host")
 _MAX_HEADING = 2**12

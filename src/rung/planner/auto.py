@@ -13,7 +13,7 @@ from rung.hardware.cluster import HERE, HERE_FILE, Cluster, devices, parse_clust
 from rung.planner.calibrate import calibrate
 from rung.planner.measurements import open_measurements
 from rung.planner.parallel_search import TaskSource
-from rung.planner.plan import make_plan
+from rung.planner.plan import make_plan, micro_batch_of
 from rung.spec.config import count_range, resolve
 from rung.spec.task import load_task
 from rung.train.sample_order import with_fullest_batch
@@ -56,7 +56,7 @@ def choose_flags(
         log(f"  {line}")
     wanted = {**flags, "strategy": chosen.layout.name, "nproc": str(chosen.layout.num_ranks)}
     if chosen.num_micro_batches > 1:
-        wanted["micro_batch"] = chosen.micro_batch
+        wanted["micro_batch"] = micro_batch_of(chosen, resolved.config.batch_tokens)
     if chosen.checkpointing != "none":
         wanted["activation_checkpointing"] = chosen.checkpointing
     if chosen.cp_form != "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rung.hardware.cluster import parse_cluster
 from rung.planner.estimate import Estimate
 from rung.planner.measurements import open_measurements
 from rung.planner.parallel_search import TaskSource
-from rung.planner.plan import Plan, make_plan
+from rung.planner.plan import Plan, make_plan, micro_batch_of
 from rung.spec.config import resolve
 from rung.spec.task import load_task
 from rung.system.units import human_bytes, human_seconds
@@ -67,6 +68,7 @@ def plan_command(
             measurements=measurements,
             progress=lambda text: shown.update(Text(f"planning {task.name}: {text}")),
         )
+    plan = replace(plan, batch_tokens=resolved.config.batch_tokens)
     if as_json:
         sys.stdout.write(json.dumps(plan.as_json(), indent=2) + "\n")
     else:
@@ -81,7 +83,8 @@ def show(plan: Plan, console: Console, *, show_all: bool = False) -> None:
     """Print the recommendation, the table, and the rejected layouts with their reasons."""
     console.print(Text(f"{plan.task} on {plan.cluster.describe()}", style="bold"))
     whole = ", ".join(f"{human_bytes(size)} {name}" for name, size in plan.state.items() if size)
-    console.print(f"  batch {plan.batch_size}, {plan.precision}; the whole model: {whole}")
+    fullest = f" (the fullest batch of {plan.batch_tokens:,} tokens)" if plan.batch_tokens is not None else ""
+    console.print(f"  batch {plan.batch_size}{fullest}, {plan.precision}; the whole model: {whole}")
     for line in plan.words:
         console.print(f"  {line}", style="green" if plan.chosen is not None else "red", soft_wrap=True)
     if plan.rows:
@@ -144,12 +147,13 @@ def command_line(plan: Plan) -> str:
     """The `rung train` command for the chosen layout."""
     row = plan.chosen
     assert row is not None
-    words = [f"rung train TASK --strategy {row.layout.name} --batch-size {plan.batch_size}"]
+    batch = f"--batch-size {plan.batch_size}" if plan.batch_tokens is None else f"--batch-tokens {plan.batch_tokens}"
+    words = [f"rung train TASK --strategy {row.layout.name} {batch}"]
     words.append(f"--nproc {min(row.layout.num_ranks, plan.cluster.per_node)}")
     if row.layout.num_ranks > plan.cluster.per_node:
         words.append(f"--nnodes {plan.cluster.nodes} --rdzv HOST:PORT")
     if row.num_micro_batches > 1:
-        words.append(f"--micro-batch {row.micro_batch}")
+        words.append(f"--micro-batch {micro_batch_of(row, plan.batch_tokens)}")
     if row.checkpointing != "none":
         words.append(f"--activation-checkpointing {row.checkpointing}")
     if row.cp_form != "auto":

@@ -47,6 +47,7 @@ class Plan:
     compress: str = "none"  # the user's --compress
     compiles: bool = False  # the user's --compile
     offload: str = "none"  # the user's --offload
+    batch_tokens: int | None = None  # the user's --batch-tokens; `batch_size` is then that of the fullest batch
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for a file."""
@@ -63,6 +64,7 @@ class Plan:
                 "between": cluster.between.name if cluster.between is not None else None,
             },
             "batch_size": self.batch_size,
+            "batch_tokens": self.batch_tokens,
             "precision": self.precision,
             "state": self.state,
             "recommendation": {
@@ -76,6 +78,13 @@ class Plan:
                 {"strategy": one.layout.name, "reason": one.reason, "needs": one.needs} for one in self.rejected
             ],
         }
+
+
+def micro_batch_of(row: Estimate, batch_tokens: int | None) -> int:
+    """As --micro-batch takes it, in samples or, with --batch-tokens, in tokens."""
+    if batch_tokens is None:
+        return row.micro_batch
+    return -(-batch_tokens // (row.num_micro_batches * row.layout.num_data_ranks))
 
 
 def _row_as_json(row: Estimate, batch_size: int) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from rung.spec.strategy import Layout
 from rung.spec.task import Task
 from rung.spec.turns import turns_of
 
-MICRO_BATCHES_PER_STAGE = 2  # of a pipeline, by default
-
 
 def validate_config(config: RunConfig, layout: Layout) -> None:
     """Refuse settings that cannot work with the layout, before a process starts."""
@@ -49,8 +47,8 @@ def validate_config(config: RunConfig, layout: Layout) -> None:
         )
     if config.profile is not None and config.steps is not None and profiled_steps(config.profile)[0] > config.steps:
         raise ConfigError(f"--profile {config.profile} begins after the last step, {config.steps}.")
-    if config.micro_batch is not None and config.batch_tokens is None and config.micro_batch > config.batch_size:
-        raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {config.batch_size}.")
+    if config.micro_batch is not None and config.micro_batch > batch_units(config):
+        raise ConfigError(f"a micro-batch of {config.micro_batch} does not fit into a batch of {batch_units(config)}.")
 
 
 def refuse_task(task: Task, layout: Layout) -> None:
@@ -121,15 +119,20 @@ def fit_settings(config: RunConfig, layout: Layout) -> RunConfig:
     return replace(config, **defaults)
 
 
+def batch_units(config: RunConfig) -> int:
+    """The samples of a batch, or with --batch-tokens its tokens; a micro-batch is in the same unit."""
+    return config.batch_tokens if config.batch_tokens is not None else config.batch_size
+
+
 def micro_batch_size(config: RunConfig, layout: Layout) -> int | None:
-    """Samples in one micro-batch of a rank. A pipeline needs several micro-batches: by default two for each stage."""
+    """One micro-batch of a rank. A pipeline needs several micro-batches: by default two for each stage."""
     if config.micro_batch is not None or layout.num_stages == 1:
         return config.micro_batch
-    return -(-config.batch_size // (layout.num_data_ranks * MICRO_BATCHES_PER_STAGE * layout.num_stages))
+    return -(-batch_units(config) // (layout.num_data_ranks * 2 * layout.num_stages))
 
 
 def half_micro_batch(config: RunConfig, layout: Layout) -> int | None:
-    """Half of the current micro-batch, or None if it is one sample."""
-    share = -(-config.batch_size // layout.num_data_ranks)
+    """Half of the current micro-batch, or None if it is one sample or token."""
+    share = -(-batch_units(config) // layout.num_data_ranks)
     present = min(micro_batch_size(config, layout) or share, share)
     return -(-present // 2) if present > 1 else None

@@ -24,7 +24,7 @@ from rung.parallel.checksums import bit_sums
 from rung.parallel.combined_optimizer import members_of, parameters_of, wants_whole_parameters
 from rung.parallel.gradients import GradientFigures
 from rung.runtime import Runtime, build_runtime
-from rung.spec.compatibility import fit_settings, micro_batch_size
+from rung.spec.compatibility import fit_settings
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout, parse
 from rung.spec.task import Task
@@ -138,14 +138,12 @@ class Samples:
     def __init__(self, task: Task, config: RunConfig, layout: Layout, batches: Batches) -> None:
         self._task, self._config, self._batches = task, config, batches
         self.num_ranks = layout.num_data_ranks
-        config = replace(config, batch_size=batches.cut.batch_size)  # by --batch-tokens the largest
-        share = -(-config.batch_size // self.num_ranks)
-        own = min(micro_batch_size(config, layout) or share, share)
+        own = -(-batches.cut.global_micro_batch // self.num_ranks)
         count = batches.cut.num_micro_batches
         # A schedule keeps its number of micro-batches, and a compiled model its shapes, if that is not too much.
         self._micro = own if config.compile and own * self.num_ranks <= _MANY else min(own, _FEW)
         self._count = count if layout.num_stages > 1 else min(count, 2)
-        self.total = min(config.batch_size, self._count * self._micro * self.num_ranks)
+        self.total = min(batches.cut.batch_size, self._count * self._micro * self.num_ranks)
 
     def of_rank(self, rank: int, bad_samples: BadSamples | None = None) -> Batches:
         """With `bad_samples` all ranks read theirs together."""

@@ -70,7 +70,11 @@ def with_fullest_batch(task: Task, config: RunConfig) -> tuple[Task, RunConfig]:
     # Enough of them for the other batch sizes that a plan tries.
     again = Subset(dataset, fullest * -(-max(4 * len(fullest), 4096) // len(fullest)))
     task = replace(task, train_data=lambda: again, sample_lengths=None)
-    return task, replace(config, batch_tokens=None, batch_size=len(fullest), shuffle=False)
+    config = replace(config, batch_tokens=None, batch_size=len(fullest), shuffle=False)
+    if config.micro_batch is not None:
+        micro = int(config.micro_batch // batches.lengths[fullest].max())
+        config = replace(config, micro_batch=min(max(1, micro), len(fullest)))
+    return task, config
 
 
 def _refuse_iterable(task: Task, name: str, dataset: Any) -> None:

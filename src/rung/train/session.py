@@ -183,6 +183,10 @@ class Session:
         self._stack.__exit__(kind, error, trace)
 
     def _window(self, batch: Any) -> LocalBatch:
+        if self.config.batch_tokens is not None:
+            raise DataError(
+                "batch_tokens is for the windows of batches(); a batch that is passed to step() has its own."
+            )
         num_rows = _num_rows(batch)
         layout = self.world.layout
         micro = micro_batch_size(replace(self.config, batch_size=num_rows), layout)

@@ -31,7 +31,7 @@ from rung.runtime.base import AVERAGE, ModelFacts
 from rung.runtime.measure import metric_names
 from rung.spec.abilities import describe_layout, works_at_own_pace
 from rung.spec.best_metric import Goal, parse_best, read_best, refuse_unknown_metric
-from rung.spec.compatibility import MICRO_BATCHES_PER_STAGE, half_micro_batch, micro_batch_size
+from rung.spec.compatibility import batch_units, half_micro_batch, micro_batch_size
 from rung.spec.config import RunConfig
 from rung.spec.observability import profiled_steps, tracker_names
 from rung.spec.strategy import Layout, parse
@@ -147,8 +147,7 @@ def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure
             task=task,
         )
     except Exception as error:
-        sized = replace(config, batch_size=batches.cut.batch_size)
-        fill = partial(_fill_failure, failure, error, runtime, world, sized, persistence.checkpointing)
+        fill = partial(_fill_failure, failure, error, runtime, world, config, persistence.checkpointing)
         try:
             fill()
         except MemoryError:  # the failing frames still hold what filled the memory
@@ -426,8 +425,9 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
     if config.batch_tokens is not None and batches.by_tokens is not None:
         sizes = batches.by_tokens.sizes
         log.info(
-            "  data: %s in %s batches; a step is up to %s tokens, %d to %d samples on %d %s",
+            "  data: %s in %s batches; a step is up to %s tokens: %d to %d samples, %d %s x up to %d micro-batch%s",
             samples, f"{len(sizes):,}", f"{config.batch_tokens:,}", sizes.min(), sizes.max(), cut.num_ranks, readers,
+            cut.num_micro_batches, "es" if cut.num_micro_batches > 1 else "",
         )  # fmt: skip
         return
     is_even = config.batch_size == cut.num_ranks * per_rank * cut.num_micro_batches
@@ -440,10 +440,11 @@ def describe(task: Task, world: World, config: RunConfig, batches: Batches, mode
 
 
 def _partition(config: RunConfig, world: World, by_tokens: TokenBatches | None = None) -> BatchPartition:
-    layout, size, parts = world.layout, config.batch_size, None
-    if by_tokens is not None:
-        size = int(by_tokens.sizes.max())
-        if config.micro_batch is None and layout.num_stages > 1:
-            parts = MICRO_BATCHES_PER_STAGE * layout.num_stages
-    micro = micro_batch_size(replace(config, batch_size=size), layout)
-    return BatchPartition(size, layout.num_data_ranks, world.role.data_rank, micro, parts)
+    num_ranks, rank = world.layout.num_data_ranks, world.role.data_rank
+    if by_tokens is None and config.batch_tokens is not None:  # evaluation data that are iterable
+        config = replace(config, batch_tokens=None, micro_batch=None)
+    micro = micro_batch_size(config, world.layout)
+    if by_tokens is None:
+        return BatchPartition(config.batch_size, num_ranks, rank, micro)
+    parts = -(-batch_units(config) // (micro * num_ranks)) if micro is not None else None
+    return BatchPartition(int(by_tokens.sizes.max()), num_ranks, rank, num_parts=parts)
