@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from rung.errors import TaskError
+from rung.runtime.set_metrics import merged
 from rung.spec.config import RunConfig
 from rung.spec.task import Task
 from tests.harness import on_ranks
 from tests.marks import slow
 from tests.parity import with_rung
-from tests.tasks import image_task
+from tests.tasks import image_task, text_task
 
 try:
     import torchvision  # noqa: F401 (torchmetrics imports it)
@@ -136,6 +140,99 @@ def test_any_cut_gives_the_figure_of_one_process(strategy: str, num_ranks: int, 
         assert outcome.evaluation.keys() == expected.keys()
         for name, value in expected.items():
             assert outcome.evaluation[name] == pytest.approx(value, abs=1e-6 if name == "theirs" else 1e-9)
+
+
+class Bleu:
+    """BLEU of a corpus, up to pairs of tokens: from the counts of all sentences, of which no mean of batches is one."""
+
+    def __init__(self) -> None:
+        self.hits, self.counts, self.lengths = [0, 0], [0, 0], [0, 0]
+
+    def update(self, said: list[list[int]], meant: list[list[int]]) -> Bleu:
+        for ours, theirs in zip(said, meant, strict=True):
+            self.lengths = [self.lengths[0] + len(ours), self.lengths[1] + len(theirs)]
+            for size in (1, 2):
+                own, known = (Counter(zip(*(s[i:] for i in range(size)), strict=False)) for s in (ours, theirs))
+                self.hits[size - 1] += (own & known).total()
+                self.counts[size - 1] += own.total()
+        return self
+
+    def merge(self, other: Bleu) -> None:
+        for name in ("hits", "counts", "lengths"):
+            setattr(self, name, [a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)])
+
+    def compute(self) -> float:
+        if not all(self.hits):
+            return 0.0
+        precisions = [math.log(hit / count) for hit, count in zip(self.hits, self.counts, strict=True)]
+        return math.exp(min(0.0, 1 - self.lengths[1] / self.lengths[0]) + sum(precisions) / 2)
+
+
+def sentences(output: Tensor, target: Tensor) -> dict[str, Any]:
+    # Sentences of other lengths than what they are compared with.
+    said = [row[: 3 + int(row[0]) % 4] for row in (target % 7 * 3 + output.argmax(-1) % 3).tolist()]
+    meant = [row[: 3 + int(row[1]) % 4] for row in (target % 7 * 3).tolist()]
+    return {"bleu": Bleu().update(said, meant)}
+
+
+def text_metrics_task() -> Task:
+    return text_task(metrics=sentences)
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("zero3", 2), slow("pp2", 2), slow("ddp", 4)])
+def test_bleu_under_any_cut(strategy: str, num_ranks: int) -> None:
+    whole = {**vars(CONFIG), "steps": 1, "batch_size": 37, "micro_batch": None}
+    expected = with_rung(text_metrics_task, "single", RunConfig(**whole)).evaluation
+    assert 0 < expected["bleu"] < 1
+    config = RunConfig(**{**whole, "batch_size": 37, "micro_batch": 3})
+    for outcome in on_ranks(with_rung, num_ranks, text_metrics_task, strategy, config):
+        assert outcome.evaluation["bleu"] == pytest.approx(expected["bleu"], abs=1e-12)
+
+
+def test_torchmetrics_bleu_is_merged_by_its_sums() -> None:
+    from torchmetrics.text import BLEUScore  # its own merge_state refuses, for what `forward` would do
+
+    said = [[1, 2, 3], [4, 5], [1, 2, 9, 9], [7]]
+    meant = [[1, 2, 4], [4, 5, 6], [1, 2, 9], [7, 7]]
+    parts = [BLEUScore(n_gram=2) for _ in range(3)]
+    for part, (start, stop) in zip(parts, [(0, 1), (1, 3), (3, 4)], strict=True):
+        ours, theirs = ([" ".join(map(str, s)) for s in which[start:stop]] for which in (said, meant))
+        part.update(ours, [[one] for one in theirs])
+    found = functools.reduce(functools.partial(merged, "bleu"), parts).compute()
+    assert found.item() == pytest.approx(Bleu().update(said, meant).compute(), abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_states_that_reduce_by_the_mean() -> None:
+    from torchmetrics import Metric
+    from torchmetrics.image import PeakSignalNoiseRatio
+    from torchmetrics.regression import PearsonCorrCoef
+
+    class Mean(Metric):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.add_state("value", torch.tensor(value), dist_reduce_fx="mean")
+
+        def update(self) -> None: ...
+        def compute(self) -> Tensor:
+            return self.value
+
+    assert merged("m", merged("m", Mean(3.0), Mean(3.0)), Mean(3.0)).compute() == 3, "a setting"
+    with pytest.raises(TaskError, match=r"metrics\(\)\['m'\]: Mean reduces its state 'value' by the mean"):
+        merged("m", Mean(3.0), Mean(4.0))
+
+    data = [torch.randn(2, n, generator=torch.Generator().manual_seed(n)) for n in (3, 8, 5)]
+    parts = []
+    for ours, theirs in data:
+        parts.append(PeakSignalNoiseRatio(data_range=3.0))
+        parts[-1].update(ours, theirs)
+    together = PeakSignalNoiseRatio(data_range=3.0)
+    together.update(*torch.cat(data, dim=1))
+    assert functools.reduce(functools.partial(merged, "m"), parts).compute() == pytest.approx(together.compute().item())
+
+    ranks = [PearsonCorrCoef() for _ in range(2)]
+    with pytest.raises(TaskError, match="PearsonCorrCoef reduces its state 'mean_x' by stacking tensors"):
+        merged("m", *ranks)
 
 
 class Wrong(Counted):

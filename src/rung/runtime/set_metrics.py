@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,12 @@ from torch import Tensor
 
 from rung.errors import TaskError
 
+_REDUCTIONS: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
+    "dim_zero_sum": torch.add,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+    "dim_zero_cat": lambda one, other: torch.cat([torch.atleast_1d(one), torch.atleast_1d(other)]),
+}
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set}
 
 
@@ -25,14 +31,41 @@ def is_set_metric(value: Any) -> bool:
 
 
 def merged(name: str, one: Any, other: Any) -> Any:
-    """By `merge`, or by `merge_state` as torchmetrics calls it. Either may change the first or return a new one."""
+    """By `merge`, or by `merge_state` as torchmetrics calls it. Either may change the first or return a new one. One of
+    torchmetrics without a `merge_state` of its own is merged by what it says of its states, as between ranks."""
     if type(one) is not type(other):
         raise TaskError(
             f"metrics()[{name!r}] is a {type(one).__name__} for one batch, a {type(other).__name__} for another."
         )
-    merge = getattr(one, "merge", None) or one.merge_state
-    result = merge(other)
+    merge = getattr(one, "merge", None)
+    if merge is None and type(one).merge_state.__module__ == "torchmetrics.metric":
+        # Its own refuses some for reasons of `forward`, and takes the second of two means for their mean.
+        return _with_merged_states(name, one, other)
+    result = (merge or one.merge_state)(other)
     return one if result is None else result
+
+
+def _with_merged_states(name: str, one: Any, other: Any) -> Any:
+    for key, reduction in one._reductions.items():
+        kind = getattr(reduction, "__name__", None)  # of a function of torchmetrics
+        own, theirs = getattr(one, key), getattr(other, key)
+        if kind in _REDUCTIONS and isinstance(own, Tensor):
+            both = _REDUCTIONS[kind](own, theirs)
+        elif kind in (None, "dim_zero_cat") and isinstance(own, list):
+            both = [*own, *theirs]
+        elif kind == "dim_zero_mean" and torch.equal(torch.as_tensor(own), torch.as_tensor(theirs)):
+            both = own  # a setting, such as the range of the data
+        else:
+            how = {"dim_zero_mean": "by the mean", None: "by stacking tensors"}.get(kind, f"by {kind}()")
+            raise TaskError(
+                f"metrics()[{name!r}]: {type(one).__name__} reduces its state {key!r} {how}, and batches differ in "
+                "size: the figure would depend on how ranks share the set. Keep sums and counts "
+                "(dist_reduce_fx='sum'), or define merge(other)."
+            )
+        setattr(one, key, both)
+    one._update_count += other._update_count
+    one._computed = None
+    return one
 
 
 def computed(name: str, value: Any) -> dict[str, float]:
