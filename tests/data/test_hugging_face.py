@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rung.data.bad_samples import BadSamples
 from rung.data.batch_shard import BatchPartition
 from rung.data.batches import Batches
 from rung.data.shards import STATE_EVERY
+from rung.errors import DataError
+from rung.spec.config import RunConfig
+from rung.spec.task import Task
+from tests.checkpoints import legs
 from tests.marks import slow
+from tests.tasks import text_data, text_task
 
 datasets = pytest.importorskip("datasets")
+CONFIG = RunConfig(precision="fp64", batch_size=12, device="cpu", epochs=2, seed=5, eval_every="never")
 
 
 def windows(data: Any, batch: int, ranks: int = 1, rank: int = 0, **options: Any) -> list[Any]:
@@ -61,3 +70,51 @@ def test_its_state_is_used_where_it_is_exact(shuffled: bool) -> None:
     assert [sorted(texts(a) + texts(b)) for a, b in zip(later, other, strict=True)] == [
         sorted(texts(w)) for w in expected[stop:]
     ]
+
+
+def streamed() -> Any:
+    inputs, targets = text_data(206).tensors
+    data = datasets.Dataset.from_dict({"tokens": inputs.tolist(), "target": targets.tolist()}).with_format("torch")
+    return data.to_iterable_dataset(num_shards=8)
+
+
+def stream_task() -> Task:
+    return text_task(train_data=streamed, forward=lambda model, batch: model(batch["tokens"]))
+
+
+def buffered_task() -> Task:
+    return text_task(
+        train_data=lambda: streamed().shuffle(seed=3, buffer_size=9),
+        forward=lambda model, batch: model(batch["tokens"]),
+    )
+
+
+@pytest.mark.parametrize("make", [slow(stream_task), slow(buffered_task)])
+def test_a_run_resumes_on_another_number_of_ranks(make: Callable[[], Task], tmp_path: Path) -> None:
+    # The states of shards, of every 16th batch, are used after the first leg; that of a buffer is not exact, and not.
+    expected, state = legs(make, CONFIG, tmp_path / "whole", [("single", 1, 30)])
+    losses, found = legs(make, CONFIG, tmp_path / "legs", [("ddp", 4, 17), ("zero3", 3, 22), ("single", 1, 30)])
+    assert losses == pytest.approx(expected, abs=1e-9)
+    assert max((found[name] - value).abs().max() for name, value in state.items()) < 1e-9
+
+
+def test_a_part_for_one_rank_is_refused() -> None:
+    from datasets.distributed import split_dataset_by_node
+
+    data = numbers(64).to_iterable_dataset(num_shards=4)
+    assert len(windows(split_dataset_by_node(data, 0, 1), 8)) == 8
+    with pytest.raises(DataError, match=r"one part of 2, of split_dataset_by_node\(\)"):
+        windows(split_dataset_by_node(data, 1, 2), 8)
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_a_stream_that_raises_cannot_go_on() -> None:
+    def read(row: Any) -> Any:
+        if row["x"] == 21:
+            raise OSError("torn")
+        return row
+
+    data = numbers(64).to_iterable_dataset(num_shards=4).map(read)
+    with pytest.raises(OSError, match="torn") as error:
+        windows(data, 8, bad_samples=BadSamples(3), shuffle=False)
+    assert "sample 5 of shard 1 in epoch 0, which --skip-bad-samples cannot leave out" in error.value.__notes__[0]

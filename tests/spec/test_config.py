@@ -117,7 +117,7 @@ def test_every_flag_of_the_issue_is_a_setting_of_file_and_task() -> None:
         "strategy nproc nnodes rdzv rdzv_key batch_size micro_batch steps epochs seed shuffle precision clip compile "
         "activation_checkpointing offload shard_by out schedule split sequence_parallel checkpoint_every keep "
         "replicate_state max_restarts timeout backend servers staleness compress local_steps outer "
-        "profile log check init init_partial lora ema swa_start patience cp_form"
+        "profile log check init init_partial lora ema swa_start patience cp_form skip_bad_samples batch_tokens"
     )
     assert set(FLAGS) == set(asked.split())
     assert set(FLAGS) <= set(SETTINGS)

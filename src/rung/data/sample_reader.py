@@ -317,6 +317,13 @@ def check_stream(dataset: Any, shuffle: bool | None, num_workers: int, num_ranks
             f"the data set {kind} is iterable and has only its own order. "
             "Leave shuffle out, or define __len__ and __getitem__, or num_shards and shard(num_shards, index)."
         )
+    parts = getattr(getattr(dataset, "_distributed", None), "world_size", 1)
+    if parts > 1:
+        raise DataError(
+            f"the data set {kind} is one part of {parts}, of split_dataset_by_node(), and Rung would divide it "
+            "again. Leave that call out: every rank gets shards of its own, also after a resume on another number of "
+            "ranks."
+        )
     names = _names_used(type(dataset).__iter__) if hasattr(type(dataset), "__iter__") else set()
     if num_workers > 1 and "get_worker_info" in names and not has_shards:
         raise DataError(

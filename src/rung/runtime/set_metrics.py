@@ -21,7 +21,7 @@ _REDUCTIONS: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_sum": torch.add,
     "dim_zero_max": torch.maximum,
     "dim_zero_min": torch.minimum,
-    "dim_zero_cat": lambda one, other: torch.cat([torch.atleast_1d(one), torch.atleast_1d(other)]),
+    "dim_zero_cat": lambda one, other: torch.cat([one, other]),
 }
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set}
 
@@ -49,6 +49,7 @@ def _with_merged_states(name: str, one: Any, other: Any) -> Any:
     for key, reduction in one._reductions.items():
         kind = getattr(reduction, "__name__", None)  # of a function of torchmetrics
         own, theirs = getattr(one, key), getattr(other, key)
+        both: Any
         if kind in _REDUCTIONS and isinstance(own, Tensor):
             both = _REDUCTIONS[kind](own, theirs)
         elif kind in (None, "dim_zero_cat") and isinstance(own, list):
