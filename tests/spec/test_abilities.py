@@ -130,6 +130,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "ema": {"ema": 0.9},
     "swa": {"swa_start": 2},
     "lora": {"lora": "r=4"},
+    "skip_bad_samples": {"skip_bad_samples": 2},
 }
 COMPOSED = ("ddp2,tp2", "pp2,ddp2", "pp2,fsdp2", "pp2:zb,fsdp2", "fsdp2,tp2", "pp2,tp2", "pp1,ddp4")
 NAMES = (*PRESETS, *(f"pp:{schedule}" for schedule in SCHEDULES), *COMPOSED)

@@ -126,7 +126,8 @@ class RankAgent:
             return True
         if outcome.smaller is not None:
             self._micro_batch = outcome.smaller
-            samples = f"{outcome.smaller} sample{'s' if outcome.smaller > 1 else ''}"
+            unit = "sample" if self._job.config.batch_tokens is None else "token"
+            samples = f"{outcome.smaller} {unit}{'s' if outcome.smaller > 1 else ''}"
             # What follows in torch's text is given better by `memory`.
             short = outcome.headline.partition(" GPU ")[0].rstrip(". ")
             self._reason = f"{short}; {outcome.memory}; now in micro-batches of {samples}"

@@ -13,7 +13,7 @@ from rung.hardware.cluster import HERE, HERE_FILE, Cluster, devices, parse_clust
 from rung.planner.calibrate import calibrate
 from rung.planner.measurements import open_measurements
 from rung.planner.parallel_search import TaskSource
-from rung.planner.plan import make_plan, micro_batch_of
+from rung.planner.plan import in_tokens, make_plan, micro_batch_of
 from rung.spec.config import count_range, resolve
 from rung.spec.task import load_task
 from rung.train.sample_order import with_fullest_batch
@@ -48,6 +48,7 @@ def choose_flags(
     task, config = with_fullest_batch(task.bind(resolved.arguments), config)
     measurements = open_measurements(source, cluster) if measures else None
     plan = make_plan(task, config, cluster, advises=False, measurements=measurements)
+    plan = in_tokens(plan, resolved.config.batch_tokens)
     if plan.chosen is None:
         raise ConfigError(" ".join(plan.words))
     chosen = plan.chosen

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rung.hardware.cluster import parse_cluster
 from rung.planner.estimate import Estimate
 from rung.planner.measurements import open_measurements
 from rung.planner.parallel_search import TaskSource
-from rung.planner.plan import Plan, make_plan, micro_batch_of
+from rung.planner.plan import Plan, in_tokens, make_plan, micro_batch_of
 from rung.spec.config import resolve
 from rung.spec.task import load_task
 from rung.system.units import human_bytes, human_seconds
@@ -68,7 +67,7 @@ def plan_command(
             measurements=measurements,
             progress=lambda text: shown.update(Text(f"planning {task.name}: {text}")),
         )
-    plan = replace(plan, batch_tokens=resolved.config.batch_tokens)
+    plan = in_tokens(plan, resolved.config.batch_tokens)
     if as_json:
         sys.stdout.write(json.dumps(plan.as_json(), indent=2) + "\n")
     else:

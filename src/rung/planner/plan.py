@@ -6,6 +6,7 @@ layout, or one on a lower rung of the ladder that is nearly as fast.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -78,6 +79,22 @@ class Plan:
                 {"strategy": one.layout.name, "reason": one.reason, "needs": one.needs} for one in self.rejected
             ],
         }
+
+
+def in_tokens(plan: Plan, batch_tokens: int | None) -> Plan:
+    """The plan of a job with --batch-tokens, whose --micro-batch is in tokens: `plan` is of its fullest batch."""
+    if batch_tokens is None:
+        return plan
+
+    def converted(text: str) -> str:
+        return re.sub(
+            r"--micro-batch (\d+)",
+            lambda found: f"--micro-batch {-(-int(found[1]) * batch_tokens // plan.batch_size)}",
+            text,
+        )
+
+    changes = [replace(change, what=converted(change.what)) for change in plan.changes]
+    return replace(plan, batch_tokens=batch_tokens, words=[converted(text) for text in plan.words], changes=changes)
 
 
 def micro_batch_of(row: Estimate, batch_tokens: int | None) -> int:

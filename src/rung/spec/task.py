@@ -20,7 +20,7 @@ Optional
     collate(samples) -> batch             instead of torch's default
     forward(model, batch) -> output       when the model does not take the input alone
     sample_weights(data) -> numbers       draws samples by weight, with replacement
-    sample_lengths(data) -> numbers       batches of samples of similar length
+    sample_lengths(data) -> numbers       batches of samples of similar length, or by the setting batch_tokens
     mixture = [0.7, 0.3]                  the shares of the parts of a ConcatDataset
     initial_weights() -> path or dict     a file, a Hugging Face folder or a state dict to begin with
     on_start(state), on_step(state), on_evaluation(state), on_checkpoint(state), on_end(state)
