@@ -119,6 +119,9 @@ ROWS = [
     slow(texts, "tp2", 2, CONFIG),
     slow(texts, "ps", 3, CONFIG),
     slow(texts, "rpc-pp", 2, CONFIG),
+    slow(texts, "dp", 1, CONFIG),
+    slow(texts, "pp2:zb", 2, replace(CONFIG, micro_batch=6)),
+    slow(texts, "cp2,ddp", 4, CONFIG),
     slow(shards, "zero3", 4, SHARDS),
 ]
 

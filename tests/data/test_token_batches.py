@@ -64,6 +64,8 @@ def test_the_own_order_of_a_data_set() -> None:
 def test_a_sample_that_does_not_fit() -> None:
     with pytest.raises(DataError, match=r"sample 2 has 130 tokens, and a batch takes at most 120 \(batch_tokens\)"):
         TokenBatches([5, 7, 130, 9], 4, MOST, 5, shuffle=True)
+    with pytest.raises(DataError, match="gives -1 tokens for sample 1"):
+        TokenBatches([5, -1], 2, MOST, 5, shuffle=True)
     order = TokenBatches([5, 7, 130, 9], 4, MOST, 5, shuffle=False, takes_longer=True)
     assert cut(order, 0) == [[0, 1], [2], [3]]
 
@@ -111,6 +113,8 @@ def steps_by_hand(num_steps: int = 20) -> list[list[Any]]:
         slow("zero3", 3, None),
         slow("tp2", 2, 40),
         slow("pp2,zero2", 4, 20),
+        slow("ps", 3, None),
+        slow("dp", 1, 50),
     ],
 )
 def test_the_numbers_of_one_process(strategy: str, ranks: int, micro: int | None) -> None:

@@ -41,7 +41,8 @@ class BadSamples:
         say: Callable[[str], None] | None = None,
     ) -> None:
         """`known` are those that the run left out before; `gather` is for several ranks, in each of their windows."""
-        self.limit, self._known = limit, list(known)
+        self.limit, self._known = limit, dict.fromkeys(known)
+        self._names = tuple(self._known)
         self._gather, self._say = gather, say
 
     def settle(self, windows: Iterable[LocalBatch]) -> Iterator[LocalBatch]:
@@ -66,7 +67,7 @@ class BadSamples:
         return replace(
             window,
             micro_batches=[m for m in settled if m.num_global_samples] or settled[:1],
-            skipped=tuple(self._known),
+            skipped=self._names,
         )
 
     def _count(self, one: BadSample) -> None:
@@ -76,7 +77,8 @@ class BadSamples:
             before = len(self._known)
             others = f"{before} other{' was' if before == 1 else 's were'} left out before it"
             raise DataError(f"{one.name} cannot be read, and {others} (--skip-bad-samples {self.limit}): {one.error}")
-        self._known.append(one.name)
+        self._known[one.name] = None
+        self._names = tuple(self._known)
         if self._say is not None:
             self._say(f"{one.name} is left out ({len(self._known)} of at most {self.limit}): {one.error}")
 

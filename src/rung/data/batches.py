@@ -145,7 +145,7 @@ class Batches:
     @property
     def steps_per_epoch(self) -> int | None:
         if self.by_tokens is not None:
-            return len(self.by_tokens.sizes)
+            return self.by_tokens.num_batches
         return None if self.num_samples is None else -(-self.num_samples // self.cut.batch_size)
 
     @property

@@ -28,7 +28,10 @@ class TokenBatches:
         self, lengths: Any, num_samples: int, most: int, seed: int, *, shuffle: bool, takes_longer: bool = False
     ) -> None:
         """A sample of more than `most` tokens is refused, or with `takes_longer` a batch of its own."""
-        self.lengths = np.maximum(numbers(lengths, num_samples, "sample_lengths"), 1)  # an empty one takes a place, too
+        given = numbers(lengths, num_samples, "sample_lengths")
+        if (given < 0).any():
+            raise DataError(f"sample_lengths() gives {given.min():g} tokens for sample {int(np.argmin(given))}.")
+        self.lengths = np.maximum(given, 1)  # an empty sample takes a place, too
         self.num_samples, self._shuffle = num_samples, shuffle
         longest = int(np.argmax(self.lengths))
         if self.lengths[longest] > most and not takes_longer:
@@ -39,7 +42,8 @@ class TokenBatches:
         self._samples = Permutation(num_samples, mix(seed, 7), shuffle=shuffle)
         ordered = np.sort(self.lengths) if shuffle else self.lengths
         self._starts = _cut(ordered, most)
-        self._batches = Permutation(len(self._starts) - 1, mix(seed, 8), shuffle=shuffle)
+        self.num_batches = len(self._starts) - 1  # of an epoch
+        self._batches = Permutation(self.num_batches, mix(seed, 8), shuffle=shuffle)
         self._epoch: tuple[int, Ints] = (-1, self._starts)
 
     @property
@@ -50,7 +54,7 @@ class TokenBatches:
     @functools.lru_cache(maxsize=2)  # noqa: B019 (loader processes read an epoch ahead of the steps)
     def starts(self, epoch: int) -> Ints:
         """The position of each batch's first sample in the epoch, and at last the number of all."""
-        return np.concatenate([[0], np.cumsum(self.sizes[self._batches.samples(epoch, 0, len(self.sizes))])])
+        return np.concatenate([[0], np.cumsum(self.sizes[self._batches.samples(epoch, 0, self.num_batches)])])
 
     def samples(self, epoch: int, start: int, stop: int) -> list[int]:
         if not self._shuffle:
@@ -70,7 +74,7 @@ class TokenBatches:
     def _in_order(self, epoch: int) -> Ints:
         found = np.array(self._samples.samples(epoch, 0, self.num_samples), dtype=np.int64)
         parts = np.split(found[np.argsort(self.lengths[found], kind="stable")], self._starts[1:-1])
-        return np.concatenate([parts[batch] for batch in self._batches.samples(epoch, 0, len(parts))])
+        return np.concatenate([parts[batch] for batch in self._batches.samples(epoch, 0, self.num_batches)])
 
 
 def _cut(lengths: NDArray[np.float64], most: int) -> Ints:
