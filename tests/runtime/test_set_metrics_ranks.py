@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rung.errors import TaskError
-from rung.runtime.set_metrics import merged
+from rung.runtime.set_metrics import merged, state_of, with_state
 from rung.spec.config import RunConfig
 from rung.spec.task import Task
 from tests.harness import on_ranks
@@ -203,10 +203,11 @@ def test_torchmetrics_bleu_is_merged_by_its_sums() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
-def test_states_that_reduce_by_the_mean() -> None:
+def test_states_that_no_merge_gives_exactly() -> None:
     from torchmetrics import Metric
     from torchmetrics.image import PeakSignalNoiseRatio
     from torchmetrics.regression import PearsonCorrCoef
+    from torchmetrics.wrappers import MinMaxMetric
 
     class Mean(Metric):
         def __init__(self, value: float) -> None:
@@ -230,9 +231,27 @@ def test_states_that_reduce_by_the_mean() -> None:
     together.update(*torch.cat(data, dim=1))
     assert functools.reduce(functools.partial(merged, "m"), parts).compute() == pytest.approx(together.compute().item())
 
-    ranks = [PearsonCorrCoef() for _ in range(2)]
-    with pytest.raises(TaskError, match="PearsonCorrCoef reduces its state 'mean_x' by stacking tensors"):
-        merged("m", *ranks)
+    wrapped = [MinMaxMetric(PeakSignalNoiseRatio(data_range=3.0)) for _ in range(2)]
+    for refused in (lambda: merged("m", *wrapped), lambda: state_of("m", wrapped[0])):
+        with pytest.raises(TaskError, match="MinMaxMetric wraps a PeakSignalNoiseRatio"):
+            refused()
+
+    pairs = []
+    for ours, theirs in data:
+        pairs.append(PearsonCorrCoef())
+        pairs[-1].update(ours, theirs)
+    whole = PearsonCorrCoef()
+    whole.update(*torch.cat(data, dim=1))
+    halves = [merged("m", with_state(pairs[0], state_of("m", pairs[0]), torch.device("cpu")), pairs[1]), pairs[2]]
+    assert merged("m", *halves).compute() == pytest.approx(whole.compute().item()), "its states are stacked"
+
+    class Stacked(Mean):
+        def __init__(self, value: float) -> None:
+            Metric.__init__(self)
+            self.add_state("value", torch.tensor(value), dist_reduce_fx=None)
+
+    with pytest.raises(TaskError, match="Stacked reduces its state 'value' by stacking tensors"):
+        merged("m", Stacked(1.0), Stacked(1.0))
 
 
 class Wrong(Counted):

@@ -45,7 +45,18 @@ def merged(name: str, one: Any, other: Any) -> Any:
     return one if result is None else result
 
 
+def _refuse_wrapper(name: str, value: Any) -> None:
+    """One of torchmetrics that has others inside: its own state is not all."""
+    inside = next((one for one in value.modules() if one is not value and hasattr(one, "merge_state")), None)
+    if inside is not None:
+        raise TaskError(
+            f"metrics()[{name!r}]: {type(value).__name__} wraps a {type(inside).__name__}, and the states of metrics "
+            "inside of others are not merged. Return that one itself, and compute the rest from its figure."
+        )
+
+
 def _with_merged_states(name: str, one: Any, other: Any) -> Any:
+    _refuse_wrapper(name, one)
     for key, reduction in one._reductions.items():
         kind = getattr(reduction, "__name__", None)  # of a function of torchmetrics
         own, theirs = getattr(one, key), getattr(other, key)
@@ -54,6 +65,10 @@ def _with_merged_states(name: str, one: Any, other: Any) -> Any:
             both = _REDUCTIONS[kind](own, theirs)
         elif kind in (None, "dim_zero_cat") and isinstance(own, list):
             both = [*own, *theirs]
+        elif kind is None and isinstance(own, Tensor) and type(one).__module__.startswith("torchmetrics."):
+            # Their compute() takes stacked states apart: those of a correlation have means, variances and counts.
+            dims = one._defaults[key].dim()
+            both = torch.cat([part if part.dim() > dims else part[None] for part in (own, theirs)])
         elif kind == "dim_zero_mean" and torch.equal(torch.as_tensor(own), torch.as_tensor(theirs)):
             both = own  # a setting, such as the range of the data
         else:
@@ -89,6 +104,8 @@ def computed(name: str, value: Any) -> dict[str, float]:
 
 def state_of(name: str, value: Any) -> Any:
     """The state as JSON."""
+    if isinstance(getattr(value, "metric_state", None), Mapping):
+        _refuse_wrapper(name, value)
     return {key: _encoded(part, f"metrics()[{name!r}].{key}") for key, part in _attributes(value).items()}
 
 
