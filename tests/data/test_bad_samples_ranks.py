@@ -113,6 +113,7 @@ ROWS = [
     slow(stream, "ddp", 2, replace(CONFIG, skip_bad_samples=60, workers=2)),
     slow(texts, "ddp", 4, replace(CONFIG, workers=2)),
     slow(texts, "ddp", 2, replace(CONFIG, micro_batch=4)),
+    slow(stream, "zero2", 2, replace(CONFIG, skip_bad_samples=60, micro_batch=5)),
     slow(texts, "zero3", 2, CONFIG),
     slow(texts, "pp2", 2, CONFIG),
     slow(texts, "pp2,zero2", 4, replace(CONFIG, micro_batch=3)),

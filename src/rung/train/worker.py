@@ -340,6 +340,7 @@ def make_batches(
     read again from its start. `skipped` are the samples that the run has left out before."""
     dataset = task.train_data()
     by_tokens = token_batches_of(task, config, dataset)
+    is_shown = world.is_main and not world.is_dry_run
     batches = Batches(
         dataset,
         _partition(config, world, by_tokens),
@@ -356,7 +357,7 @@ def make_batches(
         **_workers(config, log.info if world.is_main else None),
         pin_memory=world.trains_on_gpu,
         reads=not world.role.is_server,
-        bad_samples=bad_samples_of(config, world, skipped, log.warning if world.is_main else None),
+        bad_samples=bad_samples_of(config, world, skipped, log.warning if is_shown else None),
     )
     if config.skip_bad_samples and task.loss_scope == "batch" and world.layout.num_data_ranks > 1:
         raise DataError(
