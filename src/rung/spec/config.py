@@ -54,10 +54,7 @@ class RunConfig:
         None, "in place of --batch-size: tokens in one step, by the task's sample_lengths()", int, flag=True
     )
     micro_batch: int | None = _setting(
-        None,
-        "samples (tokens) in one forward pass of a process; gradients are accumulated over several",
-        int,
-        flag=True,
+        None, "samples (tokens) in a forward pass of a process; gradients are accumulated over several", int, flag=True
     )
     steps: int | None = _setting(None, "stop after this many steps", int, flag=True)
     epochs: int | None = _setting(None, "stop after this many passes over the data; default: 1", int, flag=True)
