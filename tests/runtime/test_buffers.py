@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rung.errors import ModelError
 from rung.runtime.buffers import OwnBuffers
-from rung.runtime.module_state import ModuleState
+from rung.parallel.module_state import ModuleState
 
 
 class Keeps(nn.Module):

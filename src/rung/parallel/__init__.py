@@ -28,6 +28,7 @@ from rung.parallel.context.blocks import ContextParallel, plan_context
 from rung.parallel.dropout import NoDropout, turn_off_dropout, without_dropout
 from rung.parallel.experts.balance import WholeBatchBalance
 from rung.parallel.experts.dispatch import ExpertPlan, find_experts, plan_experts, share_out
+from rung.parallel.experts.lists import find_lists
 from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.float8 import compute_in_float8
 from rung.parallel.float8_gather import gather_in_float8
@@ -78,7 +79,8 @@ class ParallelModel:
     @property
     def divides_updates(self) -> bool:
         """Whether several ranks update different parameters, each with an optimizer that sees its own alone."""
-        return self.stages is not None or bool(self.remote) or len(set(self.places.values())) > 1
+        has_lists = self.experts is not None and bool(self.experts.lists)
+        return self.stages is not None or bool(self.remote) or len(set(self.places.values())) > 1 or has_lists
 
     def runs(self, name: str, world: World) -> bool:
         """Whether this rank runs the forward of the module `name`."""
@@ -135,8 +137,11 @@ def parallelize(
         parallel.stages = _split(parallel, weights, world, config, task, example)
     context = _plan_context(parallel, world, config, blocks, example) if layout.cp > 1 else None
     if layout.ep > 1:
-        parallel.experts = plan_experts(experts, model, world)
+        assert parallel.forward_tracer is not None
+        lists = find_lists(parallel.forward_tracer, layout.ep, example)
+        parallel.experts = plan_experts(experts, lists, model, world)
         notes += parallel.experts.notes
+        _share_out_lists(parallel, weights, world)
 
     if config.precision == "fp8":
         styles = parallel.plan.styles if parallel.plan else {}
@@ -183,9 +188,31 @@ def parallelize(
     return parallel
 
 
+def _share_out_lists(parallel: ParallelModel, weights: Weights, world: World) -> None:
+    """Exchange the forward of lists of experts, and leave out those of other ranks."""
+    assert parallel.experts is not None
+    for one in parallel.experts.lists:
+        if world.layout.tp > 1:
+            raise StrategyError(
+                f"{world.layout.name}: the experts of {one.call.name}, a ModuleList, are shared out by ep or cut by tp, "
+                "not both. Leave out one of them."
+            )
+        if not one.call.caller and world.layout.pp > 1:
+            raise ModelError(
+                f"the model's own forward calls the experts of {one.call.name}, and stages run parts of it. Call them in "
+                "the forward of a module of their own."
+            )
+        one.install()
+    foreign = parallel.experts.foreign
+    parallel.elsewhere |= foreign
+    weights.keep_only(lambda name: not lies_in(name, foreign))
+
+
 def _whole_blocks(parallel: ParallelModel, blocks: str | None) -> list[nn.Module]:
     """The blocks that lie within one stage; if no block does, the parts that the stages call."""
     found = find_blocks(parallel.model, blocks)
+    if parallel.experts is not None:  # their forward is exchanged already
+        found = [(name, block) for name, block in found if not parallel.experts.is_inside(name)]
     if parallel.stages is None:
         return [block for _, block in found]
     parts = set(parallel.stages.calls)
@@ -268,13 +295,14 @@ def _split(
     parallel.notes += stages.describe()
     own = set(own_stages(world))
     parts = {name for stage in range(layout.num_stages) for name in stages.modules_of(stage)}
-    parallel.elsewhere = {name for name in parts if not stages.stages_of_module(name) & own}
+    absent = {name for name in parts if not stages.stages_of_module(name) & own}
+    parallel.elsewhere |= absent
 
     def keeps(name: str) -> bool:
         if name in stages.holders:
             return bool(own & set(stages.holders[name]))
         # A buffer stays with the part that it belongs to, or on every rank.
-        return not lies_in(name, parallel.elsewhere)
+        return not lies_in(name, absent)
 
     weights.keep_only(keeps)
     if layout.zero == 3:
@@ -336,11 +364,11 @@ def _make_units(parallel: ParallelModel, weights: Weights, world: World, config:
         units = [(name, unit) for name, unit in units if lies_in(name, parts)]
     units = without_shared(model, units, parallel.notes)
     if parallel.experts is not None:  # which are units of their own
-        units = [(name, unit) for name, unit in units if not lies_in(name, set(parallel.experts.calls))]
+        units = [(name, unit) for name, unit in units if not parallel.experts.is_inside(name)]
 
     def prepare(name: str, module: nn.Module) -> None:
         weights.fill(module)
-        if parallel.plan is not None and not any(is_absent(p) for p in module.parameters()):
+        if parallel.plan is not None and _is_here(module):
             with world.tensors.mode():
                 apply_tensor_plan(module, name, parallel.plan, world.axis("tp"))
         share_out_experts(name, module)
@@ -354,10 +382,15 @@ def _make_units(parallel: ParallelModel, weights: Weights, world: World, config:
                 with world.tensors.mode():
                     share_out(experts, call, world, parallel.experts.loads)
                 sharding.apply(experts, holds_experts=True)
+        for one in parallel.experts.lists:
+            if lies_in(one.call.name, {name} if name else {one.call.name}) and not one.is_unit and _is_here(one.module):
+                assert sharding is not None
+                sharding.apply(one.module, holds_experts=True)
+                one.is_unit = True
 
     for name, unit in units:
         prepare(name, unit)
-        if sharding is not None and not any(is_absent(p) for p in unit.parameters()):
+        if sharding is not None and _is_here(unit):
             sharding.apply(unit)
         if host is not None:
             host.keep(unit)
@@ -376,6 +409,12 @@ def _make_units(parallel: ParallelModel, weights: Weights, world: World, config:
         if config.precision == "fp8" and (note := gather_in_float8(model, parallel.roots, world, config)) is not None:
             parallel.notes.append(note)
         sharding.finish(parallel.roots, has_units=bool(units))
+
+
+def _is_here(module: nn.Module) -> bool:
+    """Whether this rank has the module, if not all experts in it; of another stage's it has nothing."""
+    parameters = list(module.parameters())
+    return not parameters or not all(is_absent(p) for p in parameters)
 
 
 def _make_parts(parallel: ParallelModel, world: World) -> None:

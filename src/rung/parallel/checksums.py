@@ -12,7 +12,7 @@ from rung.spec.strategy import Layout, expert_axes
 
 _AXES = ("dp_replicate", "dp_shard", "tp")
 _EXPERT_AXES = ("expert_replicate", "expert_shard", "tp")
-_OF_EXPERTS = {"ep"}
+_OF_EXPERTS = {"ep", "expert_replicate", "expert_shard"}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Named = list[tuple[str, Tensor]]  # parameters, or this rank's shards
@@ -22,12 +22,13 @@ def shared_parameters(named: Iterable[tuple[str, nn.Parameter]], layout: Layout)
     """The parameters that the ranks along an axis of the mesh hold alike, by the axis."""
     found: dict[str, Named] = {}
     for name, parameter in named:
+        names: tuple[str, ...] = ()
         cut: set[str] = set()
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             pairs = zip(names, parameter.placements, strict=True)
             cut = {axis for axis, placement in pairs if not placement.is_replicate()}
-        axes, among = (expert_axes(layout), _EXPERT_AXES) if cut & _OF_EXPERTS else (layout.axes, _AXES)
+        axes, among = (expert_axes(layout), _EXPERT_AXES) if {*names} & _OF_EXPERTS else (layout.axes, _AXES)
         for axis in among:
             if axes[axis] > 1 and axis not in cut:
                 found.setdefault(axis, []).append((name, own_part(parameter)))

@@ -224,8 +224,10 @@ class Weights:
                 put_tensor(owner, key, done[id(tensor)][1])
 
     def keep_only(self, keeps: Callable[[str], bool]) -> None:
-        """Set which tensors, by name, this rank keeps. `fill` makes fake ones of the others."""
-        self._keeps = keeps
+        """Set which tensors, by name, this rank keeps: those that every such call names. `fill` makes fake ones of the
+        others."""
+        others = self._keeps
+        self._keeps = lambda name: keeps(name) and others(name)
 
     def fill(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Allocate and fill every tensor of `module` that has no storage yet.

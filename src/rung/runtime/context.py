@@ -22,7 +22,7 @@ from rung.distributed.world import World
 from rung.parallel import ParallelModel, sync_batch_norms
 from rung.parallel.batchnorm import SyncBatchNorm
 from rung.parallel.experts.balance import WholeBatchBalance
-from rung.parallel.experts.dispatch import ExpertLoads
+from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.materialize import is_absent
 from rung.parallel.pipeline.schedule import Stage
 from rung.parallel.sharding import free_gathered
@@ -97,7 +97,7 @@ class RuntimeContext:
         self.unit_calls = UnitCalls(self.model, world) if compares_units else None
         is_split = self.task.loss_scope == "batch" and world.layout.num_data_ranks > 1
         self.batch_gather = BatchGather(world) if is_split else None
-        self.unused = UnusedParameters(self.model, self.trainable, world, config.unused_parameters)
+        self.unused = UnusedParameters(self.model, self.trainable, world, config.unused_parameters, experts)
         self.notes += self.unused.notes()
         self.step_log = StepLog(self.task, world, is_compiled=config.compile, loads=loads)
         self.task = self.step_log.task

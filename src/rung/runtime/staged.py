@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rung.data.batch_shard import MicroBatch
 from rung.parallel import own_stages
-from rung.parallel.gradients import global_norm, gradient_figures
+from rung.parallel.gradients import gradient_figures
 from rung.parallel.pipeline.partition import Stages, crossing
 from rung.parallel.pipeline.schedule import Chunk
 from rung.runtime.base import Names
@@ -29,7 +29,7 @@ from rung.runtime.measure import measure, weighted
 from rung.runtime.mesh import gradient_finalizers, loss_module
 from rung.runtime.passes import LossForward
 from rung.runtime.step import Passes, StepParts
-from rung.runtime.update import OptimizerUpdate, norm_over_ranks
+from rung.runtime.update import OptimizerUpdate, norm_over_ranks, norm_with_experts
 from rung.runtime.weights import gathered, wanted_tensors
 
 
@@ -107,7 +107,8 @@ class StagedModel:
 
     def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """The norm over all stages; a parameter that several share counts once."""
-        own = global_norm([p for p in parameters if id(p) not in self._ties.counted_elsewhere])
+        counted = [p for p in parameters if id(p) not in self._ties.counted_elsewhere]
+        own = norm_with_experts(self._context, counted)
         return norm_over_ranks(own, self._context.world, self.group)
 
     def _named_weights(self, names: Names = None) -> Iterator[tuple[str, Tensor]]:
@@ -122,7 +123,7 @@ class StagedModel:
             context.status.touch()
             home = self._home(canonical.get(name, name), parts)
             # All ranks of that stage gather it; the one in the main rank's pipeline sends it.
-            whole = gathered(value, world.device).cpu() if home in own else torch.empty(0)
+            whole = gathered(context, name, value).cpu() if home in own else torch.empty(0)
             source = home % layout.pp
             if in_first and source != 0:
                 if home in own:

@@ -20,7 +20,7 @@ from rung.data.batch_shard import MicroBatch
 from rung.distributed import fake_world
 from rung.distributed.world import World
 from rung.errors import ModelError
-from rung.parallel.experts.dispatch import ExpertLoads
+from rung.parallel.experts.loads import ExpertLoads
 from rung.runtime.base import LoggedValue, figure_of
 from rung.spec.logged import check_figure
 from rung.spec.task import Task

@@ -9,14 +9,24 @@ from torch import Tensor, nn
 from rung.distributed.torch_private import version
 from rung.distributed.world import World
 from rung.errors import ModelError
+from rung.parallel.experts.dispatch import ExpertPlan
 from rung.parallel.sharding import name_gathered
 
 
 class UnusedParameters:
     """Checks each step's gradients. `mode` is the setting `unused_parameters`: error or allow."""
 
-    def __init__(self, model: nn.Module, trainable: list[tuple[str, nn.Parameter]], world: World, mode: str) -> None:
-        self._trainable, self._world, self._mode = trainable, world, mode
+    def __init__(
+        self,
+        model: nn.Module,
+        trainable: list[tuple[str, nn.Parameter]],
+        world: World,
+        mode: str,
+        experts: ExpertPlan | None = None,
+    ) -> None:
+        self._trainable, self._world, self._mode, self._experts = trainable, world, mode, experts
+        # On any rank, in one order.
+        self._names = [n for n, p in model.named_parameters() if p.requires_grad or getattr(p, "is_trained_elsewhere", 0)]
         self._gathered_names = name_gathered(model) if self._tracks_use else {}
 
     @property
@@ -51,16 +61,18 @@ class UnusedParameters:
         return found
 
     def check(self, used: set[str]) -> None:
-        if self._tracks_use:
-            # FSDP reduces zeros for ranks that did not use a parameter. One that no rank used must have no gradient at
-            # all, as on one device, where the optimizer then skips it.
-            flags = torch.tensor([float(name in used) for name, _ in self._trainable], device=self._world.device)
+        has_lists = self._experts is not None and bool(self._experts.lists)
+        if self._tracks_use or (has_lists and self._mode == "allow"):
+            used = used if self._tracks_use else {name for name, _ in self._trainable}
+            # FSDP reduces zeros for ranks that did not use a parameter, and experts run without rows. One that no rank
+            # used must have no gradient at all, as on one device, where the optimizer then skips it.
+            used = used - self._experts.take_uncalled() if self._experts is not None else used
+            flags = torch.tensor([float(name in used) for name in self._names], device=self._world.device)
             if self._world.size > 1:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            for (_, parameter), flag in zip(
-                self._trainable, self._world.tensors.read(list(flags.unbind())), strict=True
-            ):
-                if not flag:
+            found = dict(zip(self._names, self._world.tensors.read(list(flags.unbind())), strict=True))
+            for name, parameter in self._trainable:
+                if not found[name]:
                     parameter.grad = None
             return
         missing = [name for name, p in self._trainable if p.grad is None and p.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,13 @@ class OptimizerUpdate:
         self,
         context: RuntimeContext,
         *,
-        norm: Callable[[list[nn.Parameter]], Tensor] = global_norm,
+        norm: Callable[[list[nn.Parameter]], Tensor] | None = None,
         step_optimizer: Callable[[], object] | None = None,
         has_equal_gradients: bool | None = None,
     ) -> None:
         """`norm` is over all ranks. `has_equal_gradients`: all ranks have the same ones, and so the same overflows."""
         layout = context.world.layout
-        self._context, self._norm = context, norm
+        self._context, self._norm = context, norm or partial(norm_with_experts, context)
         self._step_optimizer = step_optimizer
         if has_equal_gradients is None:
             has_equal_gradients = keeps_whole_state(layout)
@@ -114,6 +115,19 @@ def norm_over_ranks(own: Tensor, world: World, group: dist.ProcessGroup | None =
     squared = own.to(device=world.device, dtype=torch.promote_types(own.dtype, torch.float32)).square()
     dist.all_reduce(squared, group=group)
     return squared.sqrt()
+
+
+def norm_with_experts(context: RuntimeContext, parameters: list[nn.Parameter]) -> Tensor:
+    """The norm over the data ranks, of which those that share out lists of experts hold different ones."""
+    lists = context.parallel.experts.lists if context.parallel.experts is not None else []
+    apart = {id(parameter) for one in lists for parameter in one.module.parameters()}
+    norm = global_norm([parameter for parameter in parameters if id(parameter) not in apart])
+    if not lists:
+        return norm
+    norm = norm.to(context.world.device)
+    # All ranks of the group reduce, whether these have gradients or not.
+    own = global_norm([parameter for parameter in parameters if id(parameter) in apart]).to(norm)
+    return torch.linalg.vector_norm(torch.stack([norm, norm_over_ranks(own, context.world, lists[0].group).to(norm)]))
 
 
 def end_update(context: RuntimeContext) -> None:

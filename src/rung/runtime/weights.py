@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rung.distributed.collectives import broadcast_from
 from rung.parallel.gather import whole_tensor
+from rung.parallel.materialize import is_absent
 from rung.runtime.base import Names
 from rung.runtime.context import RuntimeContext
 
@@ -21,7 +22,7 @@ def gathered_weights(context: RuntimeContext, names: Names = None) -> Iterator[t
     """The state dict, from ranks that each hold all tensors or a shard of each."""
     for name, value in wanted_tensors(context, names):
         context.status.touch()
-        whole = gathered(value, context.world.device)
+        whole = gathered(context, name, value)
         yield name, whole.cpu() if context.world.is_main else torch.empty(0)
 
 
@@ -33,9 +34,22 @@ def wanted_tensors(context: RuntimeContext, names: Names) -> list[tuple[str, Ten
     return [(n, value) for n, value in found if isinstance(value, Tensor) and (names is None or n in names)]
 
 
-def gathered(value: Tensor, device: torch.device) -> Tensor:
-    whole = value.detach()
-    return whole_tensor(whole, device) if isinstance(whole, DTensor) else whole
+def gathered(context: RuntimeContext, name: str, value: Tensor) -> Tensor:
+    whole, device, experts = value.detach(), context.world.device, context.parallel.experts
+    shared = experts.share_of(name) if experts is not None else None
+    if shared is None:
+        return whole_tensor(whole, device) if isinstance(whole, DTensor) else whole
+    if not is_absent(value):
+        whole = whole_tensor(whole, device) if isinstance(whole, DTensor) else whole
+    else:
+        whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+    holder = shared.holder_of(name)
+    assert holder is not None
+    if whole.numel() > 0:
+        whole = whole.contiguous()
+        with context.world.tensors.mode():
+            broadcast_from(dist.get_global_rank(shared.group, holder), whole, shared.group)
+    return whole
 
 
 def share_buffers(context: RuntimeContext) -> None:

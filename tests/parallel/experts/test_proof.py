@@ -135,11 +135,9 @@ class Listed(nn.Module):
         return torch.stack([expert(x) for expert in self.experts]).mean(0)
 
 
-def test_experts_in_a_list_are_refused_with_the_way_out() -> None:
-    with pytest.raises(
-        ModelError, match=r"cannot share out experts, a ModuleList: .*\. Stack the weights .* or use tp"
-    ):
-        shared_out(Listed)
+def test_experts_in_a_list_are_shared_out() -> None:
+    found = shared_out(Listed).notes
+    assert "expert parallel: 1 layer with 4 experts shared out among 2 ranks: experts" in found
 
 
 def test_a_model_without_experts_is_refused() -> None:

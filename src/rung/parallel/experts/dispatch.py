@@ -23,50 +23,41 @@ from rung.distributed.torch_private import assert_async
 from rung.distributed.world import World
 from rung.parallel.blocks import fold
 from rung.parallel.collectives import exchange
+from rung.parallel.experts.loads import ExpertLoads
+from rung.parallel.experts.shared_list import SharedList
+from rung.parallel.experts.two_passes import ListCall
 from rung.parallel.experts.validate import ExpertCall, num_experts_of, part_of, prove, refuse, run_rows
 from rung.parallel.forward_trace import trace_forward
 from rung.parallel.forward_tracer import ForwardTracer
+from rung.parallel.pipeline.partition import lies_in
 from rung.system.units import plural
-
-
-class ExpertLoads:
-    """How unevenly rows choose experts, in the training steps since the last `take`: the rows of the busiest expert of
-    this rank, and of the rank, over those of an even choice, in the most uneven call."""
-
-    def __init__(self) -> None:
-        self.is_open = False  # while the forward of a step runs: not in evaluations, nor of recomputed activations
-        self.counted = True  # the runtime sets it to False while a stand-in sample passes
-        self._expert: Tensor | None = None
-        self._rank = 0.0
-
-    def add(self, index: Tensor, receives: list[int], num_own: int, totals: list[int], num_experts: int) -> None:
-        """Count the choices that came to this rank's experts: `receives` from each rank, of its `totals`, which are 0
-        for a stand-in sample."""
-        even = sum(totals) / num_experts
-        if even == 0:
-            return
-        counted = [part for part, total in zip(torch.split(index, receives), totals, strict=True) if total]
-        choices = torch.cat(counted)
-        most = torch.bincount(choices, minlength=num_own).max().to(torch.float64) / even
-        self._expert = most if self._expert is None else torch.maximum(self._expert, most)
-        self._rank = max(self._rank, len(choices) / (even * num_own))
-
-    def take(self) -> dict[str, Tensor | float]:
-        """Figures of which the largest over all ranks counts."""
-        if self._expert is None:
-            return {}
-        found: dict[str, Tensor | float] = {"expert_load_max": self._expert, "expert_rank_load_max": self._rank}
-        self._expert, self._rank = None, 0.0
-        return found
 
 
 @dataclass
 class ExpertPlan:
-    """How the modules that hold experts are called, by name."""
+    """How the modules that hold experts are called, by name, and lists of experts."""
 
     calls: dict[str, ExpertCall]
     notes: list[str] = field(default_factory=list)
     loads: ExpertLoads = field(default_factory=ExpertLoads)
+    lists: list[SharedList] = field(default_factory=list)
+
+    @property
+    def foreign(self) -> set[str]:
+        """The modules of lists that other ranks of the group hold."""
+        return set().union(*(one.foreign for one in self.lists))
+
+    def is_inside(self, name: str) -> bool:
+        """Whether a module lies within experts, or within the module that calls those of a list: it is no unit."""
+        callers = [one.call.caller for one in self.lists]
+        return lies_in(name, set(self.calls)) or any(name != one and lies_in(name, {one}) for one in callers)
+
+    def share_of(self, name: str) -> SharedList | None:
+        """The list that a parameter belongs to."""
+        return next((one for one in self.lists if one.holder_of(name) is not None), None)
+
+    def take_uncalled(self) -> set[str]:
+        return set().union(*(one.take_uncalled() for one in self.lists))
 
     def within(self, prefix: str, module: nn.Module) -> list[tuple[nn.Module, ExpertCall]]:
         """The modules with experts that are not yet shared out, at or below `module`, whose name is `prefix`."""
@@ -92,19 +83,25 @@ def find_experts(tracer: ForwardTracer, num_ranks: int, example: Any) -> dict[st
         return {call.name: prove(call, num_ranks) for call in trace.calls}
 
 
-def plan_experts(found: Mapping[str, ExpertCall | str], model: nn.Module, world: World) -> ExpertPlan:
+def plan_experts(
+    found: Mapping[str, ExpertCall | str], lists: Mapping[str, ListCall | str], model: nn.Module, world: World
+) -> ExpertPlan:
     """Share out all experts that can be."""
     calls = {name: call for name, call in found.items() if isinstance(call, ExpertCall)}
-    if not calls:
-        raise refuse({fold([name])[0]: why for name, why in found.items() if isinstance(why, str)}, model)
-    counts = {call.num_experts for call in calls.values()}
+    called = {name: call for name, call in lists.items() if isinstance(call, ListCall)}
+    left = {fold([name])[0]: why for name, why in {**found, **lists}.items() if isinstance(why, str)}
+    if not calls and not called:
+        raise refuse(left)
+    counts = {call.num_experts for call in (*calls.values(), *called.values())}
+    names = [*calls, *called]
     notes = [
-        f"expert parallel: {plural(len(calls), 'layer')} with {' or '.join(map(str, sorted(counts)))} experts shared "
-        f"out among {world.layout.ep} ranks: {', '.join(fold(calls))}"
+        f"expert parallel: {plural(len(names), 'layer')} with {' or '.join(map(str, sorted(counts)))} experts shared "
+        f"out among {world.layout.ep} ranks: {', '.join(fold(names))}"
     ]
-    left = {fold([name])[0]: why for name, why in found.items() if isinstance(why, str)}
     notes += [f"expert parallel: {name} is left whole: {why}" for name, why in left.items()]
-    return ExpertPlan(calls, notes)
+    plan = ExpertPlan(calls, notes)
+    plan.lists = [SharedList(model, call, world, plan.loads) for call in called.values()]
+    return plan
 
 
 def share_out(module: nn.Module, call: ExpertCall, world: World, loads: ExpertLoads) -> None:
@@ -130,7 +127,9 @@ def share_out(module: nn.Module, call: ExpertCall, world: World, loads: ExpertLo
         rows, index, weight = call.arguments(args, kwargs)
         sent = sender.send(rows, index, weight, counted=loads.counted)
         if loads.is_open:
-            loads.add(sent.index, sent.receives, len(own), sent.totals, call.num_experts)
+            parts = torch.split(sent.index, sent.receives)
+            choices = torch.cat([part for part, total in zip(parts, sent.totals, strict=True) if total] or [parts[0][:0]])
+            loads.add(torch.bincount(choices, minlength=len(own)), len(choices), sum(sent.totals), call.num_experts)
         local: dict[str, Tensor] = {
             name: _AveragedGradient.apply(p.to_local(), num_ranks)  # type: ignore[attr-defined, no-untyped-call]
             for name, p in module.named_parameters()

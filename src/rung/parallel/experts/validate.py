@@ -259,24 +259,18 @@ def run_rows(
     return result if num_rows else result[:0] + 0 * result.sum()
 
 
-def refuse(problems: Mapping[str, str], model: nn.Module) -> ModelError:
+def refuse(problems: Mapping[str, str]) -> ModelError:
     """The error for a model without a layer whose experts can be shared out."""
     if problems:
         lines = [f"  {name}: {why}" for name, why in problems.items()]
-        return ModelError("\n".join(["expert parallelism cannot share out the experts of this model:", *lines]))
-    wants = (
-        "it looks for modules whose parameters all have a row for each expert, called with rows and the numbers of "
-        "their experts"
-    )
-    modules = model.named_modules()
-    lists = [name for name, module in modules if isinstance(module, nn.ModuleList) and "expert" in name.split(".")[-1]]
-    if lists:
         return ModelError(
-            f"expert parallelism cannot share out {lists[0]}, a ModuleList: the model decides which of its modules it "
-            f"calls, and with which rows, so that none can be sent; {wants}. Stack the weights of the experts in one "
-            "module, or use tp, which cuts each expert, or a data-parallel strategy."
+            "\n".join(["expert parallelism cannot share out the experts of this model:", *lines, f"  {_WAY_OUT}"])
         )
     return ModelError(
-        f"expert parallelism shares out the experts of a layer, and finds none in this model: {wants}. Use a "
-        "data-parallel strategy, or tp."
+        "expert parallelism shares out the experts of a layer, and finds none in this model: it looks for modules whose "
+        "parameters all have a row for each expert, called with rows and the numbers of their experts, and for a "
+        f"ModuleList named experts, or beside a router, whose modules are called with rows. {_WAY_OUT}"
     )
+
+
+_WAY_OUT = "Use a data-parallel strategy, or tp."

@@ -87,7 +87,7 @@ class ShardingCheck:
         with isolated():
             self.tensors = tensors if tensors is not None else random_state(block)
             for short, flag in ((length, True), (length, False), (0, True), (0, False)):
-                self.args, self.kwargs = _random_inputs(call, short, num_ranks, flag)
+                self.args, self.kwargs = random_inputs(call, short, num_ranks, flag)
                 with contextlib.suppress(Exception):
                     self._observe()
                     return
@@ -325,10 +325,13 @@ def isolated() -> Iterator[None]:
         yield
 
 
-def random_state(block: nn.Module) -> dict[str, Tensor]:
+def random_state(block: nn.Module, *, besides: str | None = None) -> dict[str, Tensor]:
+    """Random tensors for a block by name, but not for a part of it."""
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     for name, parameter in block.named_parameters():
+        if besides is not None and name.startswith(f"{besides}."):
+            continue
         fan_in = parameter.shape[-1] if parameter.dim() > 1 else 1
         if parameter.numel() > _PERIOD and parameter.is_floating_point() and parameter.dim() > 1:
             tensors[name] = _shifted(parameter.shape, fan_in**-0.5, generator)
@@ -344,7 +347,7 @@ def random_state(block: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _random_inputs(call: Call, length: int, num_ranks: int, flag: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def random_inputs(call: Call, length: int, num_ranks: int, flag: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Random inputs of the recorded shapes; with `length`, a small batch and a short sequence where both are known."""
     generator = torch.Generator().manual_seed(1)
     given = tensors_of((call.args, call.kwargs))

@@ -23,10 +23,12 @@ class ModuleState:
     Not what a model keeps elsewhere: globals, and objects of classes of its own.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._attributes = {module: _plain(module) for module in model.modules()}
-        self._buffers = {module: dict(buffers_of(module)) for module in model.modules()}
+    def __init__(self, model: nn.Module, *, besides: nn.Module | None = None) -> None:
+        """`besides`: a part of the model that is left out."""
+        left_out = set() if besides is None else set(besides.modules())
+        modules = [module for module in model.modules() if module not in left_out]
+        self._attributes = {module: _plain(module) for module in modules}
+        self._buffers = {module: dict(buffers_of(module)) for module in modules}
         held = [v for found in (*self._attributes.values(), *self._buffers.values()) for v in found.values()]
         tensors = {id(v): v for v in held if isinstance(v, Tensor) and not is_absent(v)}
         self._values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
