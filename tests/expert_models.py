@@ -6,6 +6,7 @@ import importlib
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -85,3 +86,81 @@ def mixtral_task() -> Task:
 
 def qwen_task() -> Task:
     return transformers_task("Qwen3Moe")
+
+
+class Feed(nn.Module):
+    """An expert of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 10), nn.Linear(10, 12, bias=False)
+
+    def forward(self, rows: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * self.down(F.gelu(self.up(rows)))
+
+
+class ListLayer(nn.Module):
+    """Visits the experts that some row has chosen, with the rows that have; or calls all of them with all rows, and
+    changes their results in place. A shared expert, and the sum inside. It counts its calls, keeps the probabilities,
+    and draws random numbers without a use for them."""
+
+    def __init__(self, num_experts: int, favoured: int | None = None, *, is_dense: bool = False) -> None:
+        super().__init__()
+        self.is_dense = is_dense
+        self.norm, self.router = nn.LayerNorm(12), nn.Linear(12, num_experts, bias=False)
+        self.experts = nn.ModuleList([Feed() for _ in range(num_experts)])
+        self.shared = Feed()
+        self.num_calls, self.kept = 0, [torch.zeros(())]
+        favours = torch.zeros(num_experts)
+        if favoured is not None:
+            favours[:favoured] = 30.0
+        self.register_buffer("favours", favours)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        self.num_calls += 1
+        probabilities = (self.router(rows) + self.favours + 0 * torch.rand(())).softmax(-1)
+        self.kept.append(probabilities.mean())
+        del self.kept[:-1]
+        weights, chosen = probabilities.topk(2, dim=-1)
+        result = self.shared(rows)
+        if self.is_dense:
+            whole = torch.zeros_like(probabilities).scatter(1, chosen, weights).view(*x.shape[:-1], -1)
+            found = [expert(rows.view_as(x), scale=0.5) for expert in self.experts]
+            for number, one in enumerate(found):
+                one *= whole[..., number : number + 1]
+            return torch.stack([x, result.view_as(x), *found]).sum(0)
+        hit = F.one_hot(chosen, len(self.experts)).sum((0, 1)).nonzero()
+        for number in hit.flatten().tolist():
+            row, place = torch.where(chosen == number)
+            found = self.experts[number](rows[row], scale=0.5) * weights[row, place, None]
+            result = result.index_add(0, row, found)
+        return x + result.view_as(x)
+
+
+class ListMixture(nn.Module):
+    """A layer that skips experts, and one that may call all; a tied head."""
+
+    def __init__(self, num_experts: int = 7, favoured: int | None = None, *, is_dense: bool = True) -> None:
+        super().__init__()
+        self.token = nn.Embedding(23, 12)
+        self.blocks = nn.ModuleList([ListLayer(num_experts, favoured, is_dense=one) for one in (False, is_dense)])
+        self.head = nn.Linear(12, 23, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        x = x + 0.5 * x.cumsum(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def list_task() -> Task:
+    """Weighted by tokens; some samples, and so some ranks' micro-batches, have none that count."""
+    return text_task(model=ListMixture, padded=True)
+
+
+def lonely_list_task(*, is_dense: bool = True) -> Task:
+    """All rows choose the first two experts of a list: the first layer calls no other."""
+    return text_task(model=lambda: ListMixture(8, favoured=2, is_dense=is_dense))

@@ -23,6 +23,7 @@ from rung.distributed.torch_private import assert_async
 from rung.distributed.world import World
 from rung.parallel.blocks import fold
 from rung.parallel.collectives import exchange
+from rung.parallel.experts.lists import callers_of_lists
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.shared_list import SharedList
 from rung.parallel.experts.two_passes import ListCall
@@ -69,6 +70,7 @@ class ExpertPlan:
 def find_experts(tracer: ForwardTracer, num_ranks: int, example: Any) -> dict[str, ExpertCall | str]:
     """The modules that hold experts, and how each is called, or why ranks cannot share its experts."""
     names = {name for name, module in tracer.meta_model.named_modules() if num_experts_of(module) is not None}
+    deciding = {*names, *callers_of_lists(tracer.meta_model).values()}
     tracer.meta_model.train()
     trace = trace_forward(
         tracer.meta_model,
@@ -77,7 +79,7 @@ def find_experts(tracer: ForwardTracer, num_ranks: int, example: Any) -> dict[st
         device=tracer.device,
         mode=tracer.mode,
         parameter_dtype=tracer.parameter_dtype,
-        may_decide=lambda name, module: name in names or tracer.is_part(name, module),
+        may_decide=lambda name, module: name in deciding or tracer.is_part(name, module),
     )
     with fake_world.outside_fakes():
         return {call.name: prove(call, num_ranks) for call in trace.calls}

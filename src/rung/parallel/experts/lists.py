@@ -31,10 +31,10 @@ _LENGTH = 8
 def find_lists(tracer: ForwardTracer, num_ranks: int, example: Any) -> dict[str, ListCall | str]:
     """The lists of experts by name, and how their modules are called, or why ranks cannot share them."""
     model = tracer.meta_model
-    lists = {name: module for name, module in model.named_modules() if _may_hold_experts(model, name, module)}
-    if not lists:
+    callers = callers_of_lists(model)
+    if not callers:
         return {}
-    callers = {name: _caller_of(model, name) for name in lists}
+    lists = {name: model.get_submodule(name) for name in callers}
     experts = {f"{name}.{key}": name for name, module in lists.items() for key, _ in module.named_children()}
 
     def trace(is_watched: Callable[[str], bool]) -> ForwardTrace:
@@ -63,6 +63,12 @@ def find_lists(tracer: ForwardTracer, num_ranks: int, example: Any) -> dict[str,
             others = [one for one, caller in callers.items() if caller == callers[name] and one != name]
             found[name] = _prove(model, name, module, calls, of_callers.get(callers[name]), others, num_ranks)
     return found
+
+
+def callers_of_lists(model: nn.Module) -> dict[str, str]:
+    """The lists that may hold experts, and the modules that may call these."""
+    named = model.named_modules()
+    return {name: _caller_of(model, name) for name, module in named if _may_hold_experts(model, name, module)}
 
 
 def _may_hold_experts(model: nn.Module, name: str, module: nn.Module) -> bool:

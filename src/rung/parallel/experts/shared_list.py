@@ -41,15 +41,18 @@ class SharedList:
     def install(self) -> None:
         """Exchange the forward of the experts and of the module that calls them, before anything else wraps it."""
         self._passes.install()
-        run = self._run_own
+        caller, experts = self._passes.caller, self.module
+        run = caller.forward
 
         class ExpertList(nn.ModuleList):
-            """The list as FSDP wants a unit: with a forward, in which all experts of this rank run."""
+            """The list as FSDP wants a unit: with a forward, that of the module which calls the experts. So FSDP gathers
+            them before backward enters that module, and not within a recomputation of it."""
 
-            def forward(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
-                return run(rows, counts)
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return run(*args, **kwargs)
 
-        self.module.__class__ = ExpertList
+        experts.__class__ = ExpertList
+        caller.forward = torch.compiler.disable(lambda *args, **kwargs: experts(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     @property
     def foreign(self) -> set[str]:
@@ -91,7 +94,7 @@ class SharedList:
             mine = [sum(of_rank[place] for of_rank, total in zip(own, totals, strict=True) if total) for place in range(len(self.own))]
             of_each = torch.tensor(mine, device=self._world.device)
             self._loads.add(of_each, sum(mine), sum(totals), call.num_experts)
-        result = self.module(exchange(rows, self.group, sends, receives), own)
+        result = self._run_own(exchange(rows, self.group, sends, receives), own)
         back = exchange(result, self.group, receives, sends)
         results: dict[int, Tensor] = {}
         start = 0

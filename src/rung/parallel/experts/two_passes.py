@@ -75,7 +75,8 @@ class TwoPasses:
     """Stands in for the forward of a module and of the experts that it calls."""
 
     def __init__(self, caller: nn.Module, experts: nn.Module, call: ListCall, compute: Compute) -> None:
-        self._caller, self._experts, self._call, self._compute = caller, experts, call, compute
+        self.caller = caller
+        self._experts, self._call, self._compute = experts, call, compute
         self._recorded: list[Recorded] | None = None
         self._results: Iterator[tuple[Recorded, Tensor]] | None = None
         self._is_computing = False
@@ -84,7 +85,7 @@ class TwoPasses:
         """Exchange the modules' forward in place."""
         for number, expert in enumerate(self._experts.children()):
             expert.forward = self._stand_in(number, expert.forward)
-        self._caller.forward = torch.compiler.disable(self._around(self._caller.forward))  # type: ignore[no-untyped-call]
+        self.caller.forward = torch.compiler.disable(self._around(self.caller.forward))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -123,7 +124,7 @@ class TwoPasses:
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             generators = _Generators(args, kwargs)
-            state = ModuleState(self._caller, besides=self._experts)
+            state = ModuleState(self.caller, besides=self._experts)
             given = [(tensor, version(tensor)) for tensor in tensors_of((args, kwargs))]
             self._recorded = recorded = []
             try:
@@ -197,10 +198,9 @@ class _Joined(torch.autograd.Function):
         # A saved tensor that is made after all messages of forward: a recomputation of activations ends with the last
         # saved tensor, which otherwise could be an earlier one on some ranks.
         ctx.save_for_backward(last[:0])
-        ctx.shape = last.shape
+        ctx.shape, ctx.dtype = last.shape, last.dtype
         return output.clone()  # FSDP wants no view
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (none,) = ctx.saved_tensors
-        return gradient, none.new_zeros(ctx.shape)
+        return gradient, gradient.new_zeros(ctx.shape, dtype=ctx.dtype)
