@@ -134,7 +134,7 @@ class ListLayer(nn.Module):
         for number in hit.flatten().tolist():
             row, place = torch.where(chosen == number)
             found = self.experts[number](rows[row], scale=0.5) * weights[row, place, None]
-            result = result.index_add(0, row, found)
+            result = result.index_add(0, row, found.to(result))
         return x + result.view_as(x)
 
 

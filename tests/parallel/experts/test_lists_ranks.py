@@ -22,6 +22,7 @@ from tests.marks import slow
 from tests.parallel.experts.test_experts_ranks import CONFIG as OTHERS
 from tests.parallel.experts.test_experts_ranks import difference
 from tests.parallel.experts.test_settings_ranks import compared
+from tests.parallel.tensor.test_experts_ranks import listed_task, stacked_task
 from tests.parity import by_hand, with_rung_traced
 
 # An expert that no row has chosen in a step has no gradient in one process.
@@ -45,7 +46,7 @@ FULL, SELECTIVE = ({"activation_checkpointing": kind} for kind in ("full", "sele
         slow(models.list_task, "zero1x4,ep2", {"micro_batch": None}),
         slow(models.list_task, "pp2,ep2", {}),
         slow(models.lonely_list_task, "pp2,fsdp2,ep2", FULL),
-        slow(models.list_task, "cp2,ep2", {}),
+        slow(listed_task, "cp2,ep2", {}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -73,6 +74,19 @@ def test_checkpoints_name_experts_as_one_process_does(plan: list[tuple[str, int,
     losses, state = legs(models.list_task, config, tmp_path, plan)
     assert losses == pytest.approx(expected.losses, abs=1e-9)
     assert max(float((state[name] - value).abs().max()) for name, value in expected.state.items()) < 1e-9
+
+
+CHAIN = [("ddp", 4, 1), ("fsdp2,cp2", 4, 2), ("pp2,ep2", 4, 3), ("single", 1, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_task", [listed_task, stacked_task], ids=lambda value: value.__name__)
+def test_a_run_goes_on_with_positions_and_then_experts_divided(make_task: Callable[[], Task], tmp_path: Path) -> None:
+    config = replace(CONFIG, batch_size=10, micro_batch=None, steps=4, eval_every="never")
+    losses, state = legs(make_task, config, tmp_path / "legs", CHAIN)
+    whole_losses, whole = legs(make_task, config, tmp_path / "whole", [("single", 1, 4)])
+    assert losses == pytest.approx(whole_losses, abs=1e-9)
+    assert max(float((state[name] - whole[name]).abs().max()) for name in whole) < 1e-9
 
 
 def loads() -> list[dict[str, float]]:
@@ -118,6 +132,6 @@ def test_an_average_of_the_weights_and_several_optimizers(strategy: str) -> None
     assert compared(muon_task, strategy, replace(CONFIG, ema=0.9)) < 1e-9
 
 
-@pytest.mark.parametrize("precision", [slow("bf16"), slow("fp16")])
-def test_half_precision(precision: Any) -> None:
-    assert compared(models.list_task, "ep2", replace(CONFIG, precision=precision)) < 0.05
+@pytest.mark.slow
+def test_half_precision() -> None:
+    assert compared(models.list_task, "ep2", replace(CONFIG, precision="bf16")) < 0.05
