@@ -101,16 +101,15 @@ class Feed(nn.Module):
 
 class ListLayer(nn.Module):
     """Visits the experts that some row has chosen, with the rows that have; or calls all of them with all rows, and
-    changes their results in place. A shared expert, and the sum inside. It counts its calls, keeps the probabilities,
-    and draws random numbers without a use for them."""
+    changes their results in place. A shared expert, and the sum inside. With `favoured`, rows choose among the first
+    experts alone, and most rows none."""
 
     def __init__(self, num_experts: int, favoured: int | None = None, *, is_dense: bool = False) -> None:
         super().__init__()
-        self.is_dense = is_dense
+        self.is_dense, self.bar = is_dense, -100.0 if favoured is None else 1.5
         self.norm, self.router = nn.LayerNorm(12), nn.Linear(12, num_experts, bias=False)
         self.experts = nn.ModuleList([Feed() for _ in range(num_experts)])
         self.shared = Feed()
-        self.num_calls, self.kept = 0, [torch.zeros(())]
         favours = torch.zeros(num_experts)
         if favoured is not None:
             favours[:favoured] = 30.0
@@ -118,10 +117,7 @@ class ListLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.norm(x).flatten(0, 1)
-        self.num_calls += 1
-        probabilities = (self.router(rows) + self.favours + 0 * torch.rand(())).softmax(-1)
-        self.kept.append(probabilities.mean())
-        del self.kept[:-1]
+        probabilities = (self.router(rows) + self.favours).softmax(-1)
         weights, chosen = probabilities.topk(2, dim=-1)
         result = self.shared(rows)
         if self.is_dense:
@@ -130,9 +126,9 @@ class ListLayer(nn.Module):
             for number, one in enumerate(found):
                 one *= whole[..., number : number + 1]
             return torch.stack([x, result.view_as(x), *found]).sum(0)
-        hit = F.one_hot(chosen, len(self.experts)).sum((0, 1)).nonzero()
-        for number in hit.flatten().tolist():
-            row, place = torch.where(chosen == number)
+        takes = rows[:, 0] > self.bar
+        for number in chosen[takes].unique().tolist():
+            row, place = torch.where((chosen == number) & takes.unsqueeze(1))
             found = self.experts[number](rows[row], scale=0.5) * weights[row, place, None]
             result = result.index_add(0, row, found.to(result))
         return x + result.view_as(x)
@@ -162,5 +158,5 @@ def list_task() -> Task:
 
 
 def lonely_list_task(*, is_dense: bool = True) -> Task:
-    """All rows choose the first two experts of a list: the first layer calls no other."""
+    """Few rows choose any expert, of the first two of a list: many micro-batches of a rank call none."""
     return text_task(model=lambda: ListMixture(8, favoured=2, is_dense=is_dense))

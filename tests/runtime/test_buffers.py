@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from rung.errors import ModelError
-from rung.runtime.buffers import OwnBuffers
 from rung.parallel.module_state import ModuleState
+from rung.runtime.buffers import OwnBuffers
 
 
 class Keeps(nn.Module):

@@ -141,7 +141,7 @@ def parallelize(
         lists = find_lists(parallel.forward_tracer, layout.ep, example)
         parallel.experts = plan_experts(experts, lists, model, world)
         notes += parallel.experts.notes
-        _share_out_lists(parallel, weights, world)
+        _share_out_lists(parallel, weights)
 
     if config.precision == "fp8":
         styles = parallel.plan.styles if parallel.plan else {}
@@ -188,20 +188,10 @@ def parallelize(
     return parallel
 
 
-def _share_out_lists(parallel: ParallelModel, weights: Weights, world: World) -> None:
+def _share_out_lists(parallel: ParallelModel, weights: Weights) -> None:
     """Exchange the forward of lists of experts, and leave out those of other ranks."""
     assert parallel.experts is not None
     for one in parallel.experts.lists:
-        if world.layout.tp > 1:
-            raise StrategyError(
-                f"{world.layout.name}: the experts of {one.call.name}, a ModuleList, are shared out by ep or cut by tp, "
-                "not both. Leave out one of them."
-            )
-        if not one.call.caller and world.layout.pp > 1:
-            raise ModelError(
-                f"the model's own forward calls the experts of {one.call.name}, and stages run parts of it. Call them in "
-                "the forward of a module of their own."
-            )
         one.install()
     foreign = parallel.experts.foreign
     parallel.elsewhere |= foreign

@@ -21,11 +21,11 @@ from rung.data.batch_shard import LocalBatch, MicroBatch
 from rung.data.rng import DeviceGenerators
 from rung.parallel.dropout import NoDropout, turn_off_dropout
 from rung.parallel.gradients import GradientFigures
+from rung.parallel.module_state import ModuleState
 from rung.parallel.pipeline.schedule import Stage
 from rung.runtime.base import LocalStep, Names, Probe, ReplicaThreads, Traffic
 from rung.runtime.context import ContextRuntime, RuntimeContext
 from rung.runtime.measure import Measured, add_measured, figures_of_set, shares_of
-from rung.parallel.module_state import ModuleState
 from rung.runtime.optimizer import learning_rate, learning_rates, takes_closure
 from rung.runtime.placement import BatchPlacement
 from rung.runtime.rank_state import RankLocalState

@@ -26,7 +26,9 @@ class UnusedParameters:
     ) -> None:
         self._trainable, self._world, self._mode, self._experts = trainable, world, mode, experts
         # On any rank, in one order.
-        self._names = [n for n, p in model.named_parameters() if p.requires_grad or getattr(p, "is_trained_elsewhere", 0)]
+        self._names = [
+            n for n, p in model.named_parameters() if p.requires_grad or getattr(p, "is_trained_elsewhere", False)
+        ]
         self._gathered_names = name_gathered(model) if self._tracks_use else {}
 
     @property

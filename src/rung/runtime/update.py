@@ -127,7 +127,9 @@ def norm_with_experts(context: RuntimeContext, parameters: list[nn.Parameter]) -
     norm = norm.to(context.world.device)
     # All ranks of the group reduce, whether these have gradients or not.
     own = global_norm([parameter for parameter in parameters if id(parameter) in apart]).to(norm)
-    return torch.linalg.vector_norm(torch.stack([norm, norm_over_ranks(own, context.world, lists[0].group).to(norm)]))
+    own = norm_over_ranks(own, context.world, lists[0].group).to(norm)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm, own]))
+    return whole
 
 
 def end_update(context: RuntimeContext) -> None:

@@ -27,6 +27,7 @@ from tests.parity import by_hand, with_rung_traced
 
 # An expert that no row has chosen in a step has no gradient in one process.
 CONFIG = replace(OTHERS, micro_batch=24, unused_parameters="allow")
+FEW = {"micro_batch": 4}
 FULL, SELECTIVE = ({"activation_checkpointing": kind} for kind in ("full", "selective"))
 
 
@@ -34,15 +35,15 @@ FULL, SELECTIVE = ({"activation_checkpointing": kind} for kind in ("full", "sele
     ("make_task", "strategy", "changes"),
     [
         (models.list_task, "ep2", {}),
-        (models.lonely_list_task, "fsdp2,ep2", FULL),
+        (models.lonely_list_task, "fsdp2,ep2", FULL | FEW),
         slow(models.lonely_list_task, "ep2", {"micro_batch": None}),
-        slow(models.lonely_list_task, "ep2", SELECTIVE),
+        slow(models.lonely_list_task, "ep2", SELECTIVE | FEW),
         slow(models.list_task, "ep4", {}),
-        slow(models.lonely_list_task, "ep4", FULL),
+        slow(models.lonely_list_task, "ep4", FULL | FEW),
         slow(models.list_task, "ep4", SELECTIVE),
         slow(models.list_task, "fsdp4,ep2", FULL),
         slow(models.lonely_list_task, "fsdp4,ep2", SELECTIVE),
-        slow(models.lonely_list_task, "ddp4,ep2", {}),
+        slow(models.lonely_list_task, "ddp4,ep2", FEW),
         slow(models.list_task, "zero1x4,ep2", {"micro_batch": None}),
         slow(models.list_task, "pp2,ep2", {}),
         slow(models.lonely_list_task, "pp2,fsdp2,ep2", FULL),

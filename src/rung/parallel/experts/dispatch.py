@@ -94,7 +94,7 @@ def plan_experts(
     left = {fold([name])[0]: why for name, why in {**found, **lists}.items() if isinstance(why, str)}
     if not calls and not called:
         raise refuse(left)
-    counts = {call.num_experts for call in (*calls.values(), *called.values())}
+    counts = {call.num_experts for call in calls.values()} | {call.num_experts for call in called.values()}
     names = [*calls, *called]
     notes = [
         f"expert parallel: {plural(len(names), 'layer')} with {' or '.join(map(str, sorted(counts)))} experts shared "
@@ -130,7 +130,9 @@ def share_out(module: nn.Module, call: ExpertCall, world: World, loads: ExpertLo
         sent = sender.send(rows, index, weight, counted=loads.counted)
         if loads.is_open:
             parts = torch.split(sent.index, sent.receives)
-            choices = torch.cat([part for part, total in zip(parts, sent.totals, strict=True) if total] or [parts[0][:0]])
+            choices = torch.cat(
+                [part for part, total in zip(parts, sent.totals, strict=True) if total] or [parts[0][:0]]
+            )
             loads.add(torch.bincount(choices, minlength=len(own)), len(choices), sum(sent.totals), call.num_experts)
         local: dict[str, Tensor] = {
             name: _AveragedGradient.apply(p.to_local(), num_ranks)  # type: ignore[attr-defined, no-untyped-call]

@@ -5,6 +5,7 @@ A list of layers is no list of experts: those are called on rows that do not dep
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rung.distributed import fake_world
-from rung.distributed.torch_private import forward_hooks_of
+from rung.distributed.torch_private import forward_hooks_of, tree_map_only
 from rung.parallel.blocks import describe
 from rung.parallel.dropout import NoDropout
-from rung.parallel.experts.two_passes import Key, ListCall, TwoPasses
+from rung.parallel.experts.two_passes import Key, ListCall, Recorded, TwoPasses
 from rung.parallel.experts.validate import part_of
 from rung.parallel.forward_trace import Call, ForwardTrace, tensors_of, trace_forward
 from rung.parallel.forward_tracer import ForwardTracer
@@ -178,16 +179,19 @@ def _why_wrong(module: nn.Module, caller: Call, call: ListCall) -> str:
         for length, flag in ((_LENGTH, True), (_LENGTH, False), (0, True), (0, False)):
             args, kwargs = random_inputs(caller, length, 1, flag)
             try:
-                for is_training in (True, False):
+                # Results of both signs: a condition on them holds in one case or the other.
+                for is_training, sign in itertools.product((True, False), (1.0, -1.0)):
                     owner.train(is_training)
                     found = []
                     for in_two_passes in (False, True):
-                        _replace_experts(module, owner, call, in_two_passes)
+                        _replace_experts(module, owner, call, sign, in_two_passes)
                         found.append(_results(owner, state, args, kwargs))
                         _put_back(kept)
                     if not _are_equal(*found):
-                        return "with the rows of all experts known before the results of any, its module computes "\
+                        return (
+                            "with the rows of all experts known before the results of any, its module computes "
                             "something else"
+                        )
                 return ""
             except Exception as error:
                 problem = f"its module fails on random numbers ({_text(error)})"
@@ -198,11 +202,11 @@ def _why_wrong(module: nn.Module, caller: Call, call: ListCall) -> str:
     return problem
 
 
-def _replace_experts(module: nn.Module, owner: nn.Module, call: ListCall, in_two_passes: bool) -> None:
+def _replace_experts(module: nn.Module, owner: nn.Module, call: ListCall, sign: float, in_two_passes: bool) -> None:
     def function_of(number: int) -> Callable[..., Tensor]:
         def run(*args: Any, **kwargs: Any) -> Tensor:
-            rows: Tensor = dict([*enumerate(args), *kwargs.items()])[call.rows]  # type: ignore[list-item]
-            found = torch.sin(rows * (1 + number / call.num_experts) + number)
+            rows: Tensor = dict([*enumerate(args), *kwargs.items()])[call.rows]
+            found = sign * torch.sin(rows * (1 + number / call.num_experts) + number)
             if call.widths[0] != call.widths[1]:
                 found = found.mean(-1, keepdim=True) * torch.linspace(0.5, 1.0, call.widths[1])
             return found
@@ -214,7 +218,13 @@ def _replace_experts(module: nn.Module, owner: nn.Module, call: ListCall, in_two
         expert.forward = function
     if in_two_passes:
         real = replace(call, dtypes=(torch.float32, torch.float32))
-        TwoPasses(owner, module, real, lambda all: ([call.compute(functions[o.number], o.rows) for o in all], None)).install()
+
+        def compute(recorded: list[Recorded]) -> tuple[list[Tensor], None]:
+            if not recorded:
+                raise ValueError("it calls none of the experts")
+            return [call.compute(functions[one.number], one.rows) for one in recorded], None
+
+        TwoPasses(owner, module, real, compute).install()
 
 
 def _put_back(kept: Mapping[nn.Module, Any]) -> None:
@@ -229,6 +239,9 @@ def _results(owner: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: A
     sources = [tensor for tensor in (*state.values(), *tensors_of((args, kwargs))) if tensor.requires_grad]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
+        args, kwargs = tree_map_only(
+            Tensor, Tensor.clone, (args, kwargs)
+        )  # no leaves, which nothing may change in place
         output = tensors_of(functional_call(owner, dict(state), args, kwargs))
     generator = torch.Generator().manual_seed(2)
     graded = [tensor for tensor in output if tensor.requires_grad]

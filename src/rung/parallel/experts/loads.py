@@ -17,8 +17,8 @@ class ExpertLoads:
         self._rank = 0.0
 
     def add(self, own: Tensor, received: int, total: int, num_experts: int) -> None:
-        """Count the choices of each of this rank's experts, `received` in all, among `total` choices of all ranks. Those
-        of stand-in samples are in neither."""
+        """Count the choices of each of this rank's experts, `received` in all, among `total` of all ranks. Those of
+        stand-in samples are in neither."""
         even = total / num_experts
         if even == 0:
             return

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from rung.distributed import fake_world
 from rung.distributed.collectives import gather_flat
 from rung.distributed.world import World
+from rung.errors import ModelError, StrategyError
 from rung.parallel.collectives import exchange
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.two_passes import ListCall, Recorded, TwoPasses
 from rung.parallel.experts.validate import part_of
+from rung.spec.strategy import Layout
 
 
 class SharedList:
@@ -28,6 +30,7 @@ class SharedList:
         with fake_world.outside_fakes():
             mesh = world.axis("ep")
             self.group: dist.ProcessGroup = mesh.get_group()
+        _refuse_layout(call, world.layout)
         self.call, self._world, self._loads = call, world, loads
         self._parts = [part_of(call.num_experts, mesh.size(), rank) for rank in range(mesh.size())]
         self.own = self._parts[mesh.get_local_rank()]
@@ -45,8 +48,8 @@ class SharedList:
         run = caller.forward
 
         class ExpertList(nn.ModuleList):
-            """The list as FSDP wants a unit: with a forward, that of the module which calls the experts. So FSDP gathers
-            them before backward enters that module, and not within a recomputation of it."""
+            """The list as FSDP wants a unit: with a forward, that of the module which calls the experts. So FSDP
+            gathers them before backward enters that module, and not within a recomputation of it."""
 
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return run(*args, **kwargs)
@@ -91,7 +94,10 @@ class SharedList:
         receives = [sum(of_rank) for of_rank in own]
         if self._loads.is_open:
             totals = [sum(of_rank) if is_counted else 0 for of_rank, is_counted in zip(counts, counted, strict=True)]
-            mine = [sum(of_rank[place] for of_rank, total in zip(own, totals, strict=True) if total) for place in range(len(self.own))]
+            mine = [
+                sum(of_rank[place] for of_rank, total in zip(own, totals, strict=True) if total)
+                for place in range(len(self.own))
+            ]
             of_each = torch.tensor(mine, device=self._world.device)
             self._loads.add(of_each, sum(mine), sum(totals), call.num_experts)
         result = self._run_own(exchange(rows, self.group, sends, receives), own)
@@ -125,7 +131,7 @@ class SharedList:
     def _run_own(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
         """The results of rows that came from each rank for each of this rank's experts, `counts` of them."""
         call, num_own, num_ranks = self.call, len(self.own), len(self._parts)
-        pieces = rows.split([count for of_rank in counts for count in of_rank])
+        pieces = torch.split(rows, [count for of_rank in counts for count in of_rank])
         found: list[tuple[Tensor, ...]] = []
         for place, number in enumerate(self.own):
             lengths = [of_rank[place] for of_rank in counts]
@@ -133,17 +139,33 @@ class SharedList:
             if not any(lengths):  # all ranks that hold an expert run it, and its parameters must get a gradient, of 0
                 given.append(torch.linspace(-1, 1, rows.shape[1], dtype=rows.dtype, device=rows.device).unsqueeze(0))
             with self._passes.computing():
-                result = call.compute(self.module[number], _Scaled.apply(torch.cat(given), float(num_ranks)))
-            result = _Scaled.apply(result, 1 / num_ranks)[: sum(lengths)]
-            found.append(result.split(lengths))
+                result = call.compute(self.module[number], _scaled(torch.cat(given), float(num_ranks)))
+            result = _scaled(result, 1 / num_ranks)[: sum(lengths)]
+            found.append(torch.split(result, lengths))
         return torch.cat([found[place][rank] for rank in range(num_ranks) for place in range(num_own)])
 
 
-class _Scaled(torch.autograd.Function):
-    """Multiplies the gradient. Around an expert it divides the gradients of its parameters by the number of ranks over
-    whose rows they are sums, as FSDP divides those of other parameters: its own factor is applied twice where it reduces
-    over one rank in float64 (torch 2.13)."""
+def _refuse_layout(call: ListCall, layout: Layout) -> None:
+    if layout.tp > 1:
+        raise StrategyError(
+            f"{layout.name}: the experts of {call.name}, a ModuleList, are shared out by ep or cut by tp, not both. "
+            "Leave out one of them."
+        )
+    if not call.caller and layout.pp > 1:
+        raise ModelError(
+            f"the model's own forward calls the experts of {call.name}, and stages run parts of it. Call them in the "
+            "forward of a module of their own."
+        )
 
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Multiplies the gradient. Around an expert it divides the gradients of its parameters by the number of ranks over
+    whose rows they are sums, as `dispatch` does."""
+    found: Tensor = _Scaled.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
@@ -152,4 +174,3 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient * ctx.factor, None
-

@@ -45,17 +45,17 @@ class ListCall:
             raise ModelError(f"{self.name}.{number} is called with other arguments than the trace of the model showed.")
         if rows.shape[-1] != self.widths[0] or rows.dtype != self.dtypes[0]:
             raise ModelError(
-                f"{self.name}.{number} is called with rows of {rows.shape[-1]} numbers in {rows.dtype}, where the trace "
-                f"of the model had {self.widths[0]} in {self.dtypes[0]}."
+                f"{self.name}.{number} is called with rows of {rows.shape[-1]} numbers in {rows.dtype}, where the "
+                f"trace of the model had {self.widths[0]} in {self.dtypes[0]}."
             )
         return rows
 
     def compute(self, expert: Callable[..., Tensor], rows: Tensor) -> Tensor:
         """The results of rows of one expert."""
-        keys = [key for key, _ in self.others if isinstance(key, int)] + [self.rows]
         given: dict[Key, Any] = {**dict(self.others), self.rows: rows}
-        args = [given.pop(place) for place in range(len([key for key in keys if isinstance(key, int)]))]
-        return expert(*args, **given)
+        places = sorted(key for key in given if isinstance(key, int))
+        named = {key: value for key, value in given.items() if isinstance(key, str)}
+        return expert(*(given[place] for place in places), **named)
 
 
 @dataclass
@@ -108,14 +108,14 @@ class TwoPasses:
                 return rows.new_zeros((*rows.shape[:-1], call.widths[1]), dtype=call.dtypes[1])
             if self._results is None:
                 raise ModelError(
-                    f"{call.name}.{number} is called outside of {call.caller or 'the model'}, which alone knows on which "
-                    "rank it is. Call it there."
+                    f"{call.name}.{number} is called outside of {call.caller or 'the model'}, which alone knows on "
+                    "which rank it is. Call it there."
                 )
             earlier, result = next(self._results, (None, rows))
             if earlier is None or earlier.number != number or earlier.rows.shape != rows.shape:
                 raise ModelError(
-                    f"the rows of {call.name}.{number} depend on what the experts have computed, so that they cannot be "
-                    "sent to another rank together."
+                    f"the rows of {call.name}.{number} depend on what the experts have computed, so that they cannot "
+                    "be sent to another rank together."
                 )
             return result.view(*rows.shape[:-1], call.widths[1])
 
@@ -126,7 +126,8 @@ class TwoPasses:
             generators = _Generators(args, kwargs)
             state = ModuleState(self.caller, besides=self._experts)
             given = [(tensor, version(tensor)) for tensor in tensors_of((args, kwargs))]
-            self._recorded = recorded = []
+            recorded: list[Recorded] = []
+            self._recorded = recorded
             try:
                 forward(*args, **kwargs)
             finally:

@@ -267,8 +267,8 @@ def refuse(problems: Mapping[str, str]) -> ModelError:
             "\n".join(["expert parallelism cannot share out the experts of this model:", *lines, f"  {_WAY_OUT}"])
         )
     return ModelError(
-        "expert parallelism shares out the experts of a layer, and finds none in this model: it looks for modules whose "
-        "parameters all have a row for each expert, called with rows and the numbers of their experts, and for a "
+        "expert parallelism shares out the experts of a layer, and finds none in this model: it looks for modules "
+        "whose parameters all have a row for each expert, called with rows and the numbers of their experts, and for a "
         f"ModuleList named experts, or beside a router, whose modules are called with rows. {_WAY_OUT}"
     )
 
