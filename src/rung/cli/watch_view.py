@@ -31,6 +31,7 @@ _RECENT = 50  # steps over which speed and time left are averaged
 _STALL_SECONDS = 20.0  # without progress of any rank, before a line says so
 _SILENT_SECONDS = 300.0  # after the last update of a run on another machine
 _MAX_CHARACTERS = 40  # of a figure that is not a number
+_EXPERT_LOADS = ("expert_load_max", "expert_rank_load_max")
 _PHASES = ("data", "forward", "backward", "update")
 _MAX_METRICS = 2**34  # bytes; about a hundred million steps
 _DEFAULT_RANKS = 24  # shown with --once, or where the output is not a terminal
@@ -202,6 +203,8 @@ def draw(view: RunView, num_rows: int) -> RenderableType:
         parts.append(_progress(view))
     if view.steps:
         parts.append(Text(printable(_figures(view))))
+        if loads := _expert_loads(view):
+            parts.append(Text(printable(loads)))
     parts += [Text(printable(line)) for line in _events(view)]
     live = view.live
     if live is not None and live.ranks:
@@ -258,6 +261,14 @@ def _figures(view: RunView) -> str:
     figures.append(f"{_number(samples / seconds if seconds else 0.0)} samples/s")
     figures.append(f"{human_seconds(seconds / len(view.steps))} a step")
     return "  ".join(figures)
+
+
+def _expert_loads(view: RunView) -> str:
+    """How much more than an even share the busiest expert gets, and the busiest rank that shares out experts."""
+    expert, rank = (view.steps[-1].get(name) for name in _EXPERT_LOADS)
+    if expert is None or rank is None:
+        return ""
+    return f"rows of experts: {_number(expert)} x an even share for the busiest, {_number(rank)} x for the busiest rank"
 
 
 def _events(view: RunView) -> list[str]:
@@ -349,7 +360,7 @@ def _step_of(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if step is None or epoch is None or seconds is None:
         return None
     # Strings such as "nan" are shown as they are.
-    raw = {key: row.get(key) for key in ("loss", "grad_norm")}
+    raw = {key: row.get(key) for key in ("loss", "grad_norm", *_EXPERT_LOADS)}
     return {**raw, "step": step, "epoch": epoch, "step_seconds": seconds, "samples_per_second": _measure(rate) or 0.0}
 
 

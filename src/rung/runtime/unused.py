@@ -63,11 +63,11 @@ class UnusedParameters:
         return found
 
     def check(self, used: set[str]) -> None:
-        has_lists = self._experts is not None and bool(self._experts.lists)
-        if self._tracks_use or (has_lists and self._mode == "allow"):
-            used = used if self._tracks_use else {name for name, _ in self._trainable}
+        allows, lists = self._mode == "allow", self._experts.lists if self._experts is not None else []
+        if self._tracks_use or lists:
             # FSDP reduces zeros for ranks that did not use a parameter, and experts run without rows. One that no rank
             # used must have no gradient at all, as on one device, where the optimizer then skips it.
+            used = used if self._tracks_use else {name for name, _ in self._trainable}
             used = used - self._experts.take_uncalled() if self._experts is not None else used
             flags = torch.tensor([float(name in used) for name in self._names], device=self._world.device)
             if self._world.size > 1:
@@ -76,9 +76,13 @@ class UnusedParameters:
             for name, parameter in self._trainable:
                 if not found[name]:
                     parameter.grad = None
+        if allows:
             return
-        missing = [name for name, p in self._trainable if p.grad is None and p.requires_grad]
-        if missing and self._mode != "allow":
+        in_lists = {id(parameter) for one in lists for parameter in one.module.parameters()}
+        missing = [
+            name for name, p in self._trainable if p.grad is None and p.requires_grad and id(p) not in in_lists
+        ]
+        if missing:
             listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise ModelError(
                 f"{len(missing)} trainable parameter{'s' if len(missing) > 1 else ''} got no gradient in this step: "

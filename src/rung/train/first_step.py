@@ -72,7 +72,9 @@ def check_first_step(runtime: Runtime, task: Task, config: RunConfig, batches: B
     reference = None
     with _kept_generators(world.device):
         if room is not None:
-            reference = Reference(task, config, world.device, samples, room)
+            experts = runtime.parallel.experts
+            skips = experts is not None and bool(experts.lists)
+            reference = Reference(task, config, world.device, samples, room, skips_experts=skips)
         _send_weights(runtime, reference)
         changed = world.gather_objects(reference.find_changed_parameters() if reference is not None else [])[0]
         if changed:

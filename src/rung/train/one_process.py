@@ -193,13 +193,23 @@ class Reference:
     """One process with the weights of the run."""
 
     def __init__(
-        self, task: Task, config: RunConfig, device: torch.device, samples: Samples, room: Room | None = None
+        self,
+        task: Task,
+        config: RunConfig,
+        device: torch.device,
+        samples: Samples,
+        room: Room | None = None,
+        *,
+        skips_experts: bool = False,
     ) -> None:
+        """`skips_experts`: the experts of a list may get no rows in a step."""
         self._task = replace(task, schedule=None)  # it may not be made for so few steps
         self._device, self._samples, self.num_ranks = device, samples, samples.num_ranks
         self._blocks_on_host = room is not None and room.blocks_on_host
         self.manner = ", computed block by block" if self._blocks_on_host else ""  # for the user
         self.config = replace(config, compile=False, activation_checkpointing="none", offload="none")
+        if config.unused_parameters == "error" and skips_experts:  # as ranks do that share these out
+            self.config = replace(self.config, unused_parameters="allow")
         self._runtime: Runtime | Exception = self._build(self.config.precision)
         self._cached: dict[str, Figures] = {}
         self._before: dict[str, Tensor] = {}  # parameters that forward changes

@@ -17,6 +17,10 @@ _DASH = 13.0  # pixels
 _LONGEST_NAME = 18  # characters
 _LABEL_DISTANCE = 16.0  # pixels between two names at the right edge
 _MOST_POINTS = 600
+_EXPERT_LOADS = {
+    "expert_load_max": "Rows of the busiest expert over those of an even choice, in the most uneven layer.",
+    "expert_rank_load_max": "Rows of the busiest rank over those of an even choice, in the most uneven layer.",
+}
 _MOST_FIGURES = 24  # that the task logs, on a page
 
 
@@ -43,7 +47,7 @@ def draw_losses(comparison: Comparison) -> str:
 
 
 def draw_logged(comparison: Comparison) -> str:
-    """The figures that the task logs itself, each in a chart of its own."""
+    """The figures that the task logs itself, and the loads of experts, each in a chart of its own."""
     rows = rows_with_index(comparison.rows)
     names = sorted({name for _, row in rows for name, points in row.logged.items() if points})
     charts = []
@@ -51,7 +55,8 @@ def draw_logged(comparison: Comparison) -> str:
         curves = [(index, row.strategy, row.logged[name]) for index, row in rows if row.logged.get(name)]
         ends = [(strategy, f"{points[0][1]:.6g}", f"{points[-1][1]:.6g}") for _, strategy, points in curves]
         body = _draw_curves(curves, name) + figures(name, ("strategy", "first", "last"), ends)
-        charts.append(figure(f"logged-{number}", name, "Logged by the task.", body, wide=True))
+        caption = _EXPERT_LOADS.get(name, "Logged by the task.")
+        charts.append(figure(f"logged-{number}", name, caption, body, wide=True))
     if len(names) > _MOST_FIGURES:
         rest = ", ".join(names[_MOST_FIGURES:])
         charts.append(

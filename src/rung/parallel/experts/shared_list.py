@@ -69,6 +69,11 @@ class SharedList:
         number = int(name.removeprefix(f"{self.call.name}.").partition(".")[0])
         return next(rank for rank, part in enumerate(self._parts) if number in part)
 
+    def alike(self, name: str) -> str:
+        """The same parameter of this rank's first expert."""
+        rest = name.removeprefix(f"{self.call.name}.").partition(".")[2]
+        return f"{self.call.name}.{self.own.start}.{rest}"
+
     def take_uncalled(self) -> set[str]:
         """The names of this rank's parameters that no rank has used in the step: an expert that is not called gets no
         gradient in one process, while here it always runs."""

@@ -40,7 +40,7 @@ class ParameterPlace:
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     dtype: str
-    cut: dict[str, int]  # mesh axis -> the dimension that it shards
+    cut: dict[str, int]  # mesh axis -> the dimension that it shards; -1 if its ranks hold whole ones of several alike
     stages: tuple[int, ...]  # stages that use it; several if it is tied across stages
     is_trained: bool
 
@@ -253,10 +253,16 @@ def record_step(
 def _places(runtime: Runtime) -> list[ParameterPlace]:
     found = []
     holders = runtime.parallel.stages.holders if runtime.parallel.stages is not None else {}
-    for name, parameter in runtime.model.named_parameters():
+    own = dict(runtime.model.named_parameters())
+    for name, parameter in own.items():
+        experts = runtime.parallel.experts
+        shared = experts.share_of(name) if experts is not None else None
+        # An expert on another rank is placed there as this rank's own are here.
+        parameter = own.get(shared.alike(name), parameter) if shared is not None else parameter
         if is_absent(parameter):
             continue
-        local, cut = _local(parameter), {}
+        local = _local(parameter)
+        cut = {} if shared is None else {"ep": -1}
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             for axis, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True):

@@ -149,11 +149,12 @@ def describe_model(explanation: Explanation) -> str:
 
 
 def describe_cut(place: ParameterPlace) -> str:
-    """The dimensions and the axes that shard them: '0 by dp_shard, 1 by tp'."""
+    """The dimensions and the axes that shard them: '0 by dp_shard, 1 by tp', or 'whole ones by ep'."""
     by_dim: dict[int, list[str]] = {}
     for axis, dim in place.cut.items():
         by_dim.setdefault(dim, []).append(axis)
-    return ", ".join(f"{dim} by {' and '.join(axes)}" for dim, axes in sorted(by_dim.items())) or "-"
+    words = {dim: "whole ones" if dim < 0 else str(dim) for dim in by_dim}
+    return ", ".join(f"{words[dim]} by {' and '.join(axes)}" for dim, axes in sorted(by_dim.items())) or "-"
 
 
 def describe_stages(row: ParameterRow) -> str:
