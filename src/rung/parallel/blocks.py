@@ -36,7 +36,8 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str,
 
 
 def find_list_of_blocks(model: nn.Module, pattern: str | None = None) -> list[tuple[str, nn.Module]]:
-    """The blocks by the pattern, or the children of the largest list of modules of one class, if there is one."""
+    """The blocks by the pattern, or the children of the largest list of modules of one class, if there is one that is
+    not of experts."""
     named = [(name, module) for name, module in model.named_modules() if name]
     if pattern is not None:
         found = [(n, m) for n, m in named if fnmatch.fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")]
@@ -48,8 +49,8 @@ def find_list_of_blocks(model: nn.Module, pattern: str | None = None) -> list[tu
     best: list[tuple[str, nn.Module]] = []
     best_size = 0
     for name, module in [("", model), *named]:
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or "expert" in name.rpartition(".")[2]:
+            continue  # experts are alternatives, of which ranks may skip different ones
         children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
         kinds = {type(child) for _, child in children}
         size = num_parameters(module)

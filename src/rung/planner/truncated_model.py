@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rung.distributed import fake_world
 from rung.parallel.blocks import find_list_of_blocks
+from rung.parallel.experts.lists import callers_of_lists
 from rung.parallel.experts.validate import num_experts_of
 from rung.parallel.materialize import NoDraws, own_tensors, put_tensor
 from rung.spec.task import Task
@@ -41,7 +42,11 @@ def count_blocks(task: Task) -> int:
 def count_experts(task: Task) -> int:
     """The largest number of experts that a layer of the model has and that ranks may share out."""
     model = _without_storage(task)
-    return 0 if model is None else max((num_experts_of(module) or 0 for module in model.modules()), default=0)
+    if model is None:
+        return 0
+    lists = [model.get_submodule(name) for name in callers_of_lists(model) if "expert" in name.rpartition(".")[2]]
+    counts = [num_experts_of(module) or 0 for module in model.modules()]
+    return max([*counts, *(len(list(one.children())) for one in lists)], default=0)
 
 
 def _without_storage(task: Task) -> nn.Module | None:
