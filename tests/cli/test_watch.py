@@ -82,6 +82,11 @@ def test_a_running_one_has_progress_and_time_left(run: Path) -> None:
     assert "loss 0.5" in words and "1 s a step" in words and "8 samples/s" in words
 
 
+def test_the_loads_of_experts_are_shown(run: Path) -> None:
+    tell(run, START, step(1, expert_load_max=2.625, expert_rank_load_max=1.25))
+    assert "rows of experts: 2.625 x an even share for the busiest, 1.25 x" in seen(Watcher(run).poll())
+
+
 def test_the_file_of_this_second_is_ahead_of_the_metrics(run: Path) -> None:
     launch(run, os.getpid())
     tell(run, START, step(10))

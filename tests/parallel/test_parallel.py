@@ -18,11 +18,16 @@ from rung.parallel.gradients import clip, global_norm
 from rung.parallel.sharding import choose_units
 from rung.runtime.forward import NoDropout, default_type
 from rung.runtime.optimizer import make_optimizer
+from tests.expert_models import ListLayer
 from tests.tasks import TinyCNN, TinyGPT, image_task
 
 
 def test_blocks_are_the_largest_list_of_like_modules() -> None:
     assert [name for name, _ in find_blocks(TinyGPT())] == ["blocks.0", "blocks.1"]
+
+
+def test_experts_are_no_blocks() -> None:
+    assert [name for name, _ in find_blocks(ListLayer(4))] == ["norm", "router", "experts", "shared"]
 
 
 def test_blocks_of_a_model_without_a_list_are_its_children() -> None:

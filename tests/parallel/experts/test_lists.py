@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from rung.errors import ModelError, StrategyError
 from rung.parallel.experts.two_passes import ListCall, TwoPasses
+from rung.planner.explain.explanation import explain
+from rung.planner.explain.tables import describe_cut, parameter_rows
+from rung.spec.config import RunConfig
+from rung.spec.strategy import parse
 from tests.parallel.experts.test_proof import shared_out
+from tests.tasks import text_task
 
 WIDTH, EXPERTS = 12, 4
 
@@ -170,6 +175,18 @@ def test_lists_are_shared_out() -> None:
     assert "expert parallel: 2 layers with 4 experts shared out among 2 ranks: blocks.*.experts" in found.notes
     assert found.experts is not None
     assert found.experts.foreign == {f"blocks.{block}.experts.{number}" for block in range(2) for number in (2, 3)}
+
+
+def test_explain_shows_the_experts_of_all_ranks() -> None:
+    found = explain(
+        text_task(model=partial(Model, Layer)),
+        parse("pp2,fsdp2,ep2", 4),
+        RunConfig(batch_size=8, unused_parameters="allow"),
+    )
+    row = next(row for row in parameter_rows(found) if row.name == "blocks.*.experts.*.up.weight")
+    assert (row.count, describe_cut(row.place)) == (2 * EXPERTS, "whole ones by ep")
+    num_own = sum(place.local_shape == place.shape for place in found.ranks[0].parameters if "experts" in place.name)
+    assert num_own == 2 * EXPERTS
 
 
 def test_every_rank_has_an_expert_of_a_list() -> None:
