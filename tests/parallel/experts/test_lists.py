@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rung.distributed.world import open_fake_world
 from rung.errors import ModelError, StrategyError
 from rung.parallel.experts.two_passes import ListCall, TwoPasses
 from rung.planner.explain.explanation import explain
 from rung.planner.explain.tables import describe_cut, parameter_rows
+from rung.runtime import build_runtime
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
-from tests.parallel.experts.test_proof import shared_out
+from tests.parallel.experts.test_proof import Listed, shared_out
 from tests.tasks import text_task
 
 WIDTH, EXPERTS = 12, 4
@@ -192,6 +194,12 @@ def test_explain_shows_the_experts_of_all_ranks() -> None:
 def test_every_rank_has_an_expert_of_a_list() -> None:
     with pytest.raises(ModelError, match="its 4 experts, 2 on a rank, leave none for the last of 3 ranks"):
         shared_out(partial(Model, Layer), "ep3", 3)
+
+
+def test_a_model_that_calls_experts_itself_has_no_block_to_recompute() -> None:
+    config = RunConfig(batch_size=8, device="cpu", activation_checkpointing="full")
+    with open_fake_world(parse("ep2", 2)) as world, pytest.raises(ModelError, match="there is no block in it"):
+        build_runtime(text_task(model=Listed), world, config, total_steps=1)
 
 
 def test_experts_in_a_list_are_not_cut_twice() -> None:

@@ -128,6 +128,12 @@ def test_adamw(strategy: str) -> None:
     assert difference(adamw_task, strategy, CONFIG) < 1e-9
 
 
+@pytest.mark.slow
+def test_adapters_of_experts() -> None:
+    config = replace(CONFIG, lora="r=2,alpha=4,targets=up+down+router")
+    assert compared(models.list_task, "ep2", config) < 1e-9
+
+
 @pytest.mark.parametrize("strategy", [slow("ep2"), slow("fsdp2,ep2")])
 def test_an_average_of_the_weights_and_several_optimizers(strategy: str) -> None:
     assert compared(muon_task, strategy, replace(CONFIG, ema=0.9)) < 1e-9

@@ -50,8 +50,10 @@ class ExpertPlan:
 
     def is_inside(self, name: str) -> bool:
         """Whether a module lies within experts, or within the module that calls those of a list: it is no unit."""
-        callers = [one.call.caller for one in self.lists]
-        return lies_in(name, set(self.calls)) or any(name != one and lies_in(name, {one}) for one in callers)
+        callers = {one.call.caller for one in self.lists}
+        return lies_in(name, set(self.calls)) or any(
+            name != one and (not one or lies_in(name, {one})) for one in callers
+        )
 
     def share_of(self, name: str) -> SharedList | None:
         """The list that a parameter belongs to."""

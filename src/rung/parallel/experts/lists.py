@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from rung.distributed import fake_world
 from rung.distributed.torch_private import forward_hooks_of, tree_map_only
+from rung.parallel.adapters import LoraLinear
 from rung.parallel.blocks import describe
 from rung.parallel.dropout import NoDropout
 from rung.parallel.experts.two_passes import Key, ListCall, Recorded, TwoPasses
@@ -105,12 +106,13 @@ def _prove(
         return "its modules are not alike"
     if any(True for _ in module.buffers()):
         return "its modules have buffers, which each rank would change by itself"
-    if any(hooks for one in module.modules() for hooks in forward_hooks_of(one)):
+    own = (one for one in module.modules() if not isinstance(one, LoraLinear))
+    if any(hooks for one in own for hooks in forward_hooks_of(one)):
         return "its modules have hooks, which other ranks would not run"
     inside = sum(1 for one in experts for _ in one.parameters())
-    own = {id(parameter) for parameter in module.parameters()}
-    uses = [p for owner in model.modules() for p in owner.parameters(recurse=False) if id(p) in own]
-    if inside != len(own) or len(uses) != len(own):
+    held = {id(parameter) for parameter in module.parameters()}
+    uses = [p for owner in model.modules() for p in owner.parameters(recurse=False) if id(p) in held]
+    if inside != len(held) or len(uses) != len(held):
         return "its modules share parameters with each other or with the rest of the model"
     if len(part_of(len(experts), num_ranks, num_ranks - 1)) == 0:
         each = len(part_of(len(experts), num_ranks, 0))
