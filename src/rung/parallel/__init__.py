@@ -155,8 +155,8 @@ def parallelize(
         whole = _whole_blocks(parallel, blocks)
         if not whole and parallel.experts is not None:
             raise ModelError(
-                "the model's own forward calls the experts of a list, so that there is no block in it whose activations "
-                "could be recomputed. Call the experts in the forward of a module of their own."
+                "the model's own forward calls the experts of a list, so that there is no block in it whose "
+                "activations could be recomputed. Call the experts in the forward of a module of their own."
             )
         if context is not None and not config.compile:
             for name, block in find_list_of_blocks(model, blocks):
