@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -380,8 +381,7 @@ def _make_units(parallel: ParallelModel, weights: Weights, world: World, config:
         for one in parallel.experts.lists:
             if lies_in(one.call.name, {name} if name else {one.call.name}) and not one.is_unit and _is_here(one.module):
                 assert sharding is not None
-                sharding.apply(one.module, holds_experts=True)
-                one.is_unit = True
+                one.shard(partial(sharding.apply, holds_experts=True))
 
     for name, unit in units:
         prepare(name, unit)

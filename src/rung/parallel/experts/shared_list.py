@@ -6,11 +6,13 @@ Parameters keep their names; those of the other ranks' experts are absent here, 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rung.distributed import fake_world
 from rung.distributed.collectives import gather_flat
@@ -45,17 +47,25 @@ class SharedList:
         """Exchange the forward of the experts and of the module that calls them, before anything else wraps it."""
         self._passes.install()
         caller, experts = self._passes.caller, self.module
-        run = caller.forward
+        self._run = caller.forward
+        caller.forward = torch.compiler.disable(lambda *args, **kwargs: experts(*args, **kwargs))  # type: ignore[no-untyped-call]
 
-        class ExpertList(nn.ModuleList):
-            """The list as FSDP wants a unit: with a forward, that of the module which calls the experts. So FSDP
-            gathers them before backward enters that module, and not within a recomputation of it."""
+    def shard(self, apply: Callable[[nn.Module], None]) -> None:
+        """Make the list a unit of FSDP, with the forward of the module that calls the experts: so FSDP gathers them
+        before backward enters that module, and not within a recomputation of it."""
+        run, experts = self._run, cast(nn.Module, self.module)
 
+        class Unit(nn.Module):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return run(*args, **kwargs)
 
-        experts.__class__ = ExpertList
-        caller.forward = torch.compiler.disable(lambda *args, **kwargs: experts(*args, **kwargs))  # type: ignore[no-untyped-call]
+        class FSDPExpertList(FSDPModule, nn.ModuleList):
+            forward = Unit.forward
+
+        experts.__class__ = Unit  # not a list: torch 2.11 takes none as a unit, even one with a forward
+        apply(experts)
+        experts.__class__ = FSDPExpertList
+        self.is_unit = True
 
     @property
     def foreign(self) -> set[str]:
@@ -129,8 +139,8 @@ class SharedList:
         if self._world.tensors.has_values:
             told = torch.tensor(everyone[0], device=self._world.device)
             everyone = gather_flat(told, self.group).view(len(self._parts), -1).tolist()
-        if torch.is_grad_enabled():
-            self._called |= {number for number in self.own if any(row[number] for row in everyone)}
+        if torch.is_grad_enabled():  # a stand-in sample, whose last number is 0, calls nothing
+            self._called |= {number for number in self.own if any(row[number] and row[-1] for row in everyone)}
         return [[max(number - 1, 0) for number in row[:-1]] for row in everyone], [bool(row[-1]) for row in everyone]
 
     def _run_own(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
