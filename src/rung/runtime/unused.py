@@ -79,9 +79,7 @@ class UnusedParameters:
         if allows:
             return
         in_lists = {id(parameter) for one in lists for parameter in one.module.parameters()}
-        missing = [
-            name for name, p in self._trainable if p.grad is None and p.requires_grad and id(p) not in in_lists
-        ]
+        missing = [name for name, p in self._trainable if p.grad is None and p.requires_grad and id(p) not in in_lists]
         if missing:
             listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise ModelError(
