@@ -25,7 +25,8 @@ from rung.parallel.context.attention import attending_with, plain_mask
 from rung.parallel.context.positions import RankPositions
 from rung.parallel.dropout import SCALED_DOT_PRODUCT_ATTENTION, NoDropout
 from rung.parallel.forward_trace import Call, tensors_of
-from rung.parallel.tensor.validate import DIFFERENT_IN_TRAINING, equal, isolated, random_state
+from rung.parallel.random_proof import equal, isolated, random_state
+from rung.parallel.tensor.validate import DIFFERENT_IN_TRAINING
 
 _CPU = torch.device("cpu")
 _LONG = 256  # positions: code that takes another way for more of them is left to the first step's comparison

@@ -24,7 +24,7 @@ from rung.parallel.experts.validate import part_of
 from rung.parallel.forward_trace import Call, ForwardTrace, tensors_of, trace_forward
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.linear_layers import is_linear, num_outputs
-from rung.parallel.tensor.validate import equal, isolated, random_inputs, random_state
+from rung.parallel.random_proof import equal, isolated, random_inputs, random_state
 
 _NUM_ROWS = 7
 _LENGTH = 8
