@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -228,9 +228,18 @@ def defer_gradient_sync(root: nn.Module) -> None:
     root.set_is_last_backward(False)
 
 
-def name_gathered(model: nn.Module) -> dict[int, str]:
-    """Names of gathered parameters by id, filled in forward: autograd refers to these, not to the shards."""
+def name_gathered(model: nn.Module, parts: Sequence[nn.Module]) -> dict[int, str]:
+    """Names of gathered parameters by id, filled in forward: autograd refers to these, not to the shards. `parts` are
+    the stages of a pipeline on this rank."""
     names: dict[int, str] = {}
+
+    def remember_all(part: Any, inputs: Any) -> None:
+        part.show_parameters()
+        names.update({id(parameter): name for name, parameter in model.named_parameters()})
+
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            part.register_forward_pre_hook(remember_all)
     for prefix, unit in model.named_modules():
         module: nn.Module = unit
         if isinstance(unit, FSDPModule):

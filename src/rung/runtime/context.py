@@ -97,8 +97,9 @@ class RuntimeContext:
         self.unit_calls = UnitCalls(self.model, world) if compares_units else None
         is_split = self.task.loss_scope == "batch" and world.layout.num_data_ranks > 1
         self.batch_gather = BatchGather(world) if is_split else None
-        self.unused = UnusedParameters(self.model, self.trainable, world, config.unused_parameters, experts)
-        self.notes += self.unused.notes()
+        self.unused = UnusedParameters(
+            self.model, self.trainable, world, config.unused_parameters, experts, self.parallel.parts
+        )
         self.step_log = StepLog(self.task, world, is_compiled=config.compile, loads=loads)
         self.task = self.step_log.task
         self.turns = StepTurns(self.task, config, self.optimizer, self.optimizer_groups, self.trainable)

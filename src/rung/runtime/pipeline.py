@@ -51,11 +51,13 @@ class ScheduledPasses:
             for part in context.parallel.parts
         ]
         self._schedules: dict[int, Any] = {}
+        self._used: set[str] = set()  # names of parameters on which what a stage sends depends, or the loss
 
     def run(
         self, micro_batches: list[MicroBatch], shares: list[float | Tensor], averaging: float
     ) -> tuple[Tensor, set[str]]:
         losses: list[Tensor] = []
+        self._used = set()
         chunks = self._staged.training_chunks(micro_batches, shares, averaging, losses)
         for stage in self.stages:
             stage.begin(chunks[stage.stage_index])
@@ -63,7 +65,7 @@ class ScheduledPasses:
         for stage in self.stages:
             stage.clear_runtime_states()
             stage.part.show_parameters()
-        return self._staged.sum_of(losses), set()
+        return self._staged.sum_of(losses), self._used
 
     def measure(self, window: LocalBatch) -> Iterator[Measured]:
         chunks = self._staged.evaluation_chunks(window.micro_batches)
@@ -87,8 +89,10 @@ class ScheduledPasses:
                 )
         return self._schedules[num_chunks].schedule
 
-    def _before_backward(self, part: nn.Module, is_last: bool) -> None:
+    def _before_backward(self, part: nn.Module, outputs: list[Tensor], is_last: bool) -> None:
         self._context.enter("backward")
+        for output in outputs:
+            self._used |= self._context.unused.reachable(output)
         if not isinstance(part, FSDPModule):
             return
         if self._context.world.layout.schedule == "zb":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,31 +24,24 @@ class UnusedParameters:
         trainable: list[tuple[str, nn.Parameter]],
         world: World,
         mode: str,
-        experts: ExpertPlan | None = None,
+        experts: ExpertPlan | None,
+        parts: Sequence[nn.Module],
     ) -> None:
+        """`parts` are the stages of a pipeline on this rank."""
         self._trainable, self._world, self._mode, self._experts = trainable, world, mode, experts
         # On any rank, in one order.
         self._names = [
             n for n, p in model.named_parameters() if p.requires_grad or getattr(p, "is_trained_elsewhere", False)
         ]
-        self._gathered_names = name_gathered(model) if self._tracks_use else {}
+        self._gathered_names = name_gathered(model, parts) if self._tracks_use else {}
 
     @property
     def _tracks_use(self) -> bool:
         layout = self._world.layout
-        return self._mode == "allow" and layout.uses_fully_shard and layout.pp == 1
-
-    def notes(self) -> list[str]:
-        layout = self._world.layout
-        if self._mode != "allow" or not layout.uses_fully_shard or layout.pp == 1:
-            return []
-        return [
-            "unused_parameters=allow: in a pipeline with sharding, a parameter that no rank uses in a step has a "
-            "gradient of zeros, so weight decay and momentum still change it, which they do not on one device"
-        ]
+        return self._mode == "allow" and layout.uses_fully_shard
 
     def reachable(self, loss: Tensor) -> set[str]:
-        """Parameters that the loss depends on. Walks the graph only where sharding would hide it: see `check`."""
+        """Parameters that the loss, or what a stage sends, depends on. Walks the graph only where sharding hides it."""
         if not self._tracks_use:
             return set()
         names = self._gathered_names

@@ -124,8 +124,12 @@ def cut(model: nn.Module, forward_trace: ForwardTrace, num_stages: int, split: s
     for source in forward_trace.needs:
         if isinstance(source, str) and not is_random(source):
             holders.setdefault(source, set()).add(num_stages - 1)
-    for name in forward_trace.unused:
-        holders.setdefault(name, set()).add(0)  # no stage uses it, but one must hold and save it
+    stage_of = {
+        call: stage for stage in reversed(range(num_stages)) for call in calls[bounds[stage] : bounds[stage + 1]]
+    }
+    for name in forward_trace.unused:  # no stage uses it, but one must hold and save it: that of the part it is in
+        inside = next((stage for call, stage in stage_of.items() if lies_in(name, {call})), 0)
+        holders.setdefault(name, set()).add(inside)
     ordered = {name: tuple(sorted(holders.get(name, {0}))) for name in sizes}
     return Stages(tuple(calls), bounds, ordered, tuple(call.flops for call in forward_trace.calls))
 

@@ -78,7 +78,7 @@ class Stage(_PipelineStageBase):
         num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup,
-        before_backward: Callable[[nn.Module, bool], None],
+        before_backward: Callable[[nn.Module, list[Tensor], bool], None],
         set_phase: Callable[[str], None],
         *,
         splits_backward: bool,
@@ -197,14 +197,14 @@ class Stage(_PipelineStageBase):
             if splits_backward:
                 self._backward_to_inputs(bwd_chunk_id, outputs, grads, received)
             elif full_backward or received:
-                self._before_backward(self.part, last_backward and not self._splits_backward)
+                self._before_backward(self.part, outputs, last_backward and not self._splits_backward)
                 if outputs:
                     torch.autograd.backward(outputs, grads)
                 self._deferred[bwd_chunk_id] = _no_op
             else:  # the first stage has no input gradients: its whole backward runs as the weights' part
 
                 def backward() -> None:
-                    self._before_backward(self.part, False)
+                    self._before_backward(self.part, outputs, False)
                     if outputs:
                         torch.autograd.backward(outputs, grads)
 
@@ -224,7 +224,7 @@ class Stage(_PipelineStageBase):
     def _backward_to_inputs(
         self, index: int, outputs: list[Tensor], grads: list[Tensor | None], received: list[Tensor]
     ) -> None:
-        self._before_backward(self.part, False)
+        self._before_backward(self.part, outputs, False)
         given: Any = None if self.is_last else grads
         found, groups = stage_backward_input(outputs, given, received, iter(self.part.parameters()))
         self._input_grads[index] = [
@@ -233,7 +233,7 @@ class Stage(_PipelineStageBase):
         ]
 
         def backward() -> None:
-            self._before_backward(self.part, False)
+            self._before_backward(self.part, [], False)
             stage_backward_weight(iter(self.part.parameters()), groups)
 
         self._deferred[index] = backward
