@@ -140,7 +140,7 @@ def parallelize(
     if layout.ep > 1:
         assert parallel.forward_tracer is not None
         lists = find_lists(parallel.forward_tracer, layout.ep, example)
-        parallel.experts = plan_experts(experts, lists, model, world)
+        parallel.experts = plan_experts(experts, lists, model, world, config.expert_load)
         notes += parallel.experts.notes
         _share_out_lists(parallel, weights)
 

@@ -119,6 +119,11 @@ class RunConfig:
         ("auto", *CP_FORMS),
         flag=True,
     )
+    expert_load: float = _setting(
+        1.0,
+        "plans with experts: rows of the busiest rank over those of an even choice, as expert_rank_load_max in metrics",
+        float,
+    )
     shard_by: str = _setting("block", "parameters to gather at a time: block, size:10M or whole", str, flag=True)
     servers: int | None = _setting(
         None, "processes that hold parameters (ps, ps-async, ddp+ps); default: 1", int, flag=True
@@ -356,10 +361,14 @@ def check(key: str, value: Any) -> Any:
         raise ConfigError(
             f"{key} cannot be {value!r}.{nearest(value, meta['choices'])} It is one of: {', '.join(meta['choices'])}."
         )
+    if key == "expert_load" and not value >= 1:
+        raise ConfigError(f"expert_load must be at least 1, where all ranks have the same, not {value}.")
     if key in _AT_LEAST_ONE and value < 1:
         raise ConfigError(f"{key} must be at least 1, not {value}.")
     if key == "ema" and not 0 < value < 1:
         raise ConfigError(f"ema must be above 0 and below 1, as 0.999, not {value}.")
+    if key == "expert_load" and not value >= 1:
+        raise ConfigError(f"expert_load must be at least 1, where all ranks have as many rows, not {value}.")
     if key == "clip" and not value > 0:
         raise ConfigError(f"clip must be above 0, not {value}.")
     if key in ("nproc", "nnodes"):
@@ -370,6 +379,8 @@ def check(key: str, value: Any) -> Any:
         )
     if key == "rdzv" and value.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::"):
         raise ConfigError(f"rdzv={value} is not an address that other machines can reach: name one of the machines.")
+    if key == "expert_load" and not value >= 1:
+        raise ConfigError(f"expert_load must be at least 1, where all ranks have the same, not {value}.")
     if key in _AT_LEAST_ZERO and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
     if isinstance(value, int) and value >= 2 ** _BITS.get(key, 48):

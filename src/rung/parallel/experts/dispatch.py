@@ -88,7 +88,11 @@ def find_experts(tracer: ForwardTracer, num_ranks: int, example: Any) -> dict[st
 
 
 def plan_experts(
-    found: Mapping[str, ExpertCall | str], lists: Mapping[str, ListCall | str], model: nn.Module, world: World
+    found: Mapping[str, ExpertCall | str],
+    lists: Mapping[str, ListCall | str],
+    model: nn.Module,
+    world: World,
+    planned: float,
 ) -> ExpertPlan:
     """Share out all experts that can be."""
     calls = {name: call for name, call in found.items() if isinstance(call, ExpertCall)}
@@ -103,7 +107,7 @@ def plan_experts(
         f"out among {world.layout.ep} ranks: {', '.join(fold(names))}"
     ]
     notes += [f"expert parallel: {name} is left whole: {why}" for name, why in left.items()]
-    plan = ExpertPlan(calls, notes)
+    plan = ExpertPlan(calls, notes, ExpertLoads(planned))
     plan.lists = [SharedList(model, call, world, plan.loads) for call in called.values()]
     return plan
 
@@ -124,7 +128,8 @@ def share_out(module: nn.Module, call: ExpertCall, world: World, loads: ExpertLo
         parameter.__dict__.update(vars(whole))  # attributes that the task set on its parameter
         module.register_parameter(name, parameter)
     bare = copy.copy(module)  # FSDP changes the module's class
-    sender = _Sender(call.num_experts, group, own, has_values=world.tensors.has_values)
+    planned = None if world.tensors.has_values else loads.planned
+    sender = _Sender(call.num_experts, group, own, planned)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         hidden = call.hidden_values(args, kwargs)
@@ -183,8 +188,9 @@ class _Sent:
 
 
 class _Sender:
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, own: range, *, has_values: bool) -> None:
-        self._num_experts, self._group, self._own, self._has_values = num_experts, group, own, has_values
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, own: range, planned: float | None) -> None:
+        """`planned`: how much more rows come than of an even choice, in a dry run, which has no values."""
+        self._num_experts, self._group, self._own, self._planned = num_experts, group, own, planned
         size = dist.get_world_size(group)
         self._ends = [part_of(num_experts, size, rank).stop for rank in range(size)]
 
@@ -199,16 +205,16 @@ class _Sender:
         came = exchange(rows[source], group, sends, receives)
         weights = None if weight is None else exchange(weight.flatten()[order], group, sends, receives)
         numbers = exchange(chosen[order], group, sends, receives) - self._own.start
-        if not self._has_values:
+        if self._planned is not None:
             numbers = torch.arange(len(numbers), device=numbers.device) % len(self._own)
         return _Sent(came, numbers, weights, source, len(rows), sends, receives, totals, group)
 
     def _counts(self, chosen: Tensor, *, counted: bool) -> list[list[int]]:
-        """How many rows go to each rank, how many come from it, and how many choices it has that count. A dry run,
-        without values, takes them to be even."""
-        if not self._has_values:
+        """How many rows go to each rank, how many come from it, and how many choices it has that count."""
+        if self._planned is not None:
             even = [len(part) for part in torch.empty(len(chosen), device="meta").tensor_split(len(self._ends))]
-            return [even, even, [len(chosen)] * len(even)]
+            come = [min(round(count * self._planned), len(chosen)) for count in even]
+            return [even, come, [len(chosen)] * len(even)]
         bounds = torch.tensor([*self._ends[:-1]], device=chosen.device)
         to = torch.bucketize(chosen, bounds, right=True)
         sends = torch.bincount(to, minlength=len(self._ends))

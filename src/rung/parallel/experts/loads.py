@@ -10,7 +10,8 @@ class ExpertLoads:
     """The rows of the busiest expert of this rank, and of the rank, over those of an even choice, in the most uneven
     call of the training steps since the last `take`."""
 
-    def __init__(self) -> None:
+    def __init__(self, planned: float = 1.0) -> None:
+        self.planned = planned  # the load of this rank in a dry run, which has no choices
         self.is_open = False  # while the forward of a step runs: not in evaluations, nor of recomputed activations
         self.counted = True  # the runtime sets it to False while a stand-in sample passes
         self._expert: Tensor | None = None

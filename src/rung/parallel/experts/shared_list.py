@@ -106,6 +106,8 @@ class SharedList:
         counts, counted = self._counts(recorded)
         sends = [sum(counts[self._rank][number] for number in part) for part in self._parts]
         own = [[of_rank[number] for number in self.own] for of_rank in counts]
+        if not self._world.tensors.has_values:
+            own = [[round(count * self._loads.planned) for count in of_rank] for of_rank in own]
         receives = [sum(of_rank) for of_rank in own]
         if self._loads.is_open:
             totals = [sum(of_rank) if is_counted else 0 for of_rank, is_counted in zip(counts, counted, strict=True)]
