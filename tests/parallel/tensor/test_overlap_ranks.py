@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.utils import detect_fake_mode
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+from torch._inductor.virtualized import V
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -61,11 +67,20 @@ def make_task() -> Task:
     return Task(
         model=Net,
         train_data=lambda: TensorDataset(tokens[:, :-1], tokens[:, 1:]),
-        eval_data=lambda: TensorDataset(tokens[:3, :-1], tokens[:3, 1:]),
+        eval_data=lambda: TensorDataset(tokens[:4, :-1], tokens[:4, 1:]),
         loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
         blocks="layers.*",
     )
+
+
+def without_code(module: torch.fx.GraphModule, inputs: Any, *, is_inference: bool = False, **_: Any) -> Any:
+    """All that the compiler does to a graph. The code for it would take half a minute."""
+    view_to_reshape(module)
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        post_grad_passes(module, is_inference)
+    module.recompile()
+    return make_boxed_func(module.forward)
 
 
 def with_joined_messages() -> tuple[Outcome, Counter[str]]:
@@ -81,6 +96,9 @@ def with_joined_messages() -> tuple[Outcome, Counter[str]]:
         library.impl(name, counted, "CPU")
     patch = pytest.MonkeyPatch()
     patch.setattr(dist, "is_nccl_available", lambda: True)
+    backend = partial(compile_fx, inner_compile=without_code)
+    patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    patch.setattr(nn.Module, "compile", lambda self: setattr(self, "forward", torch.compile(self.forward)))
     patch.setattr(overlap, "_why_not", lambda world, config: None)
     with symmetric_memory._test_mode():
         return with_rung(make_task, "tp2", CONFIG), calls
