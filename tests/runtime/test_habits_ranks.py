@@ -42,16 +42,17 @@ def make_task(model: Callable[[], nn.Module], **changes: Any) -> Task:
 class Penalised(nn.Module):
     """A gradient penalty: forward differentiates itself, and backward differentiates that."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.Identity) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.body = nn.Sequential(nn.Linear(8, 16), norm(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_(True)
             output: Tensor = self.body(x)
             (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-            return output + (slope.norm(dim=-1, keepdim=True) - 1) ** 2
+            # Not a sum: a number added to all classes changes no cross-entropy.
+            return output * (1 + (slope.norm(dim=-1, keepdim=True) - 1) ** 2)
 
 
 class Adversarial(nn.Module):
@@ -329,6 +330,10 @@ def listed_task() -> Task:
     return make_task(Listed)
 
 
+def penalised_batch_task() -> Task:
+    return make_task(lambda: Penalised(nn.BatchNorm1d))
+
+
 def normed_task() -> Task:
     return make_task(Normed)
 
@@ -395,6 +400,7 @@ def assert_same(task: Callable[[], Task], strategy: str, num_ranks: int, config:
         slow(penalised_task, "ddp", {}),
         (penalised_task, "tp2", {}),
         (penalised_task, "zero3", {"shard_by": "whole"}),
+        (penalised_batch_task, "ddp", {}),
         (adversarial_task, "ddp", {}),
         slow(adversarial_task, "zero1", {}),
         (adversarial_task, "zero3", {"shard_by": "whole"}),

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from rung.distributed.collectives import gather_flat
 from rung.distributed.torch_private import BatchNorm
 from rung.errors import ModelError
+from rung.parallel.collectives import copy_for_parts, sum_parts
 
 
 @torch.library.impl("aten::batch_norm_update_stats", "Meta")
@@ -62,6 +63,7 @@ class _SyncStatistics(torch.autograd.Function):
         variance = ((variances + (means - mean).square()) * shares).sum(0)
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt(), total)
         ctx.group, ctx.counted, ctx.bias_dtype = group, counted, bias.dtype if bias is not None else None
+        ctx.eps = eps
         ctx.mark_non_differentiable(mean, variance, total)
         weight, bias = (given if given is None else given.to(mean.dtype) for given in (weight, bias))
         return F.batch_norm(x, mean, variance, weight, bias, eps=eps), mean, variance, total
@@ -69,6 +71,8 @@ class _SyncStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse, total = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return *_differentiable_gradients(ctx, x, weight, total, grad_output), None, None, None
         shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
         # Of torch's backward only the sums over this rank's samples, which need no weight: any vector stands for it.
         own_dot, own_sum = torch.ops.aten.native_batch_norm_backward(
@@ -89,6 +93,37 @@ class _SyncStatistics(torch.autograd.Function):
         grad_input.addcmul_(grad_output, scale.view(shape))
         grad_input += shift.view(shape)
         return grad_input.to(x.dtype), grad_weight, grad_bias, None, None, None
+
+
+def _differentiable_gradients(
+    ctx: Any, x: Tensor, weight: Tensor | None, total: Tensor, grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `_SyncStatistics` by operations that have gradients themselves, as a gradient penalty needs.
+
+    The statistics are computed again, since they depend on the input, and the sums over ranks are sums in backward,
+    too. A rank that is not counted takes part in all of them, with zeros.
+    """
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    counted = float(ctx.counted)
+    num_values = total.clamp(min=1)
+
+    def mean_over_ranks(own: Tensor) -> Tensor:
+        return copy_for_parts(sum_parts(own * counted, ctx.group), ctx.group) / num_values
+
+    values, gradient = x.to(total.dtype), grad_output.to(total.dtype)
+    centred = values - mean_over_ranks(values.sum(dims)).view(shape)
+    inverse = (mean_over_ranks(centred.square().sum(dims)) + ctx.eps).rsqrt()
+    normal = centred * inverse.view(shape)
+    own_sum, own_dot = gradient.sum(dims), (gradient * normal).sum(dims)
+    through_mean, through_variance = mean_over_ranks(torch.stack([own_sum, own_dot])) * counted
+    scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+    grad_input = gradient - through_mean.view(shape) - normal * through_variance.view(shape)
+    return (
+        (grad_input * scale.view(shape)).to(x.dtype),
+        own_dot.to(weight.dtype) if weight is not None else None,
+        own_sum.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
+    )
 
 
 class SyncBatchNorm(BatchNorm):
