@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset, default_collate
 from rung.errors import StrategyError, TaskError
 from rung.launch.spawn import on_ranks
 from rung.planner.dryrun import dry_run
+from rung.runtime.measure import metric_names
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
 from rung.spec.task import Task, load_task
@@ -207,6 +208,23 @@ def test_each_loss_is_a_figure_of_the_step_and_may_log_others() -> None:
     task = gan_task(loss={"critic": critic, "generator": generator_loss})
     assert task.logging_functions() == ["loss"]
     assert replace(task, name="other").logging_functions() == ["loss"]
+
+
+def test_metrics_get_the_output_of_the_last_turn_alone() -> None:
+    def metrics(output: Any, target: Any) -> dict[str, torch.Tensor]:
+        made, real = output
+        assert real is None, "the output of the critic's turn"
+        return {"made": made.double().squeeze(1)}
+
+    task, config = gan_task(metrics=metrics), RunConfig(**BASE)
+    found = with_rung(lambda: task, "single", config)
+    model = Pair().double().eval()
+    model.load_state_dict({name: torch.as_tensor(value) for name, value in found.state.items()})
+    made, _ = model(*default_collate([points(7)[i] for i in range(7)]), judges_real=False)
+    assert found.evaluation["made"] == pytest.approx(made.mean().item(), abs=1e-12)
+    for names in (metric_names(task), metric_names(gan_task())):
+        assert names is not None
+        assert {*names, "made"} == {"loss", "critic loss", "generator loss", "made"}
 
 
 def test_the_example_takes_turns() -> None:

@@ -22,6 +22,7 @@ from rung.runtime.batch_loss import BatchGather
 from rung.runtime.forward import call_model
 from rung.runtime.set_metrics import computed, is_set_metric, merged, state_of, with_state
 from rung.spec.task import Task, split_batch
+from rung.spec.turns import turns_of
 
 # Of the loss and each metric: (sum, count), or an object that has seen the samples and can `merge` and `compute`.
 Measured = dict[str, Any]
@@ -40,6 +41,8 @@ def measure(
     micro: MicroBatch,
     world: World,
     batch_gather: BatchGather | None = None,
+    *,
+    with_metrics: bool = True,
 ) -> Measured:
     """The loss and each metric over this rank's samples."""
     output, device = whole_output(output), world.device
@@ -55,7 +58,7 @@ def measure(
     else:
         loss = task.loss(output, target).to(torch.float64)
     measured: Measured = {"loss": (torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight)}
-    if task.metrics is None:
+    if task.metrics is None or not with_metrics:
         return measured
     num_rows = max(micro.num_samples, 1)  # a stand-in has one row
     for name, value in task.metrics(output, target).items():
@@ -94,13 +97,17 @@ def with_turn(earlier: Measured, turn: str | None, measured: Measured) -> Measur
 
 def metric_names(task: Task) -> list[str] | None:
     """The names of an evaluation's figures, from a forward on the meta device; None where that fails."""
+    turns = turns_of(task.loss)
+    losses = ["loss"] if turns is None else ["loss", *(f"{turn} loss" for turn in turns.losses)]
     if task.eval_data is None or task.metrics is None:
-        return ["loss"]
+        return losses
     try:
+        if turns is not None:
+            turns.current = losses[-1].removesuffix(" loss")  # whose output metrics get
         batch = map_tensors(example_batch(task.eval_data(), task.collate), lambda tensor: tensor.to("meta"))
         with torch.device("meta"), torch.no_grad():
             output, target = call_model(task, task.model().eval(), batch)
-            return ["loss", *task.metrics(output, target)]
+            return [*losses, *task.metrics(output, target)]
     except Exception:
         return None
 

@@ -123,7 +123,14 @@ class MicroBatchLoop:
             for turn in context.turns.names:
                 with context.turns.take(turn), context.autocast():
                     output, target = call_model(context.task, context.model, micro.data)
-                    found = with_turn(
-                        found, turn, measure(context.task, output, target, micro, context.world, context.batch_gather)
+                    measured = measure(
+                        context.task,
+                        output,
+                        target,
+                        micro,
+                        context.world,
+                        context.batch_gather,
+                        with_metrics=context.turns.is_last,  # what other turns put out may be of another form
                     )
+                    found = with_turn(found, turn, measured)
             yield found
