@@ -12,13 +12,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
+from rung.distributed.world import open_world
 from rung.errors import StrategyError, TaskError
 from rung.launch.spawn import on_ranks
 from rung.planner.dryrun import dry_run
+from rung.runtime import build_runtime
 from rung.runtime.measure import metric_names
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
 from rung.spec.task import Task, load_task
+from rung.system.launcher_env import environment_size
+from rung.train.worker import make_batches
 from tests.checkpoints import legs
 from tests.marks import slow
 from tests.parity import Outcome, largest_difference, shuffled, with_rung
@@ -150,6 +154,27 @@ def test_losses_that_take_turns_are_those_of_a_plain_loop(strategy: str, ranks: 
     micro = -(-6 // data_ranks)
     config = RunConfig(**BASE, clip=0.1, micro_batch=micro)
     assert largest_difference(by_hand(config, micro * data_ranks), run(strategy, ranks, config)) < 1e-9
+
+
+def probed(strategy: str, config: RunConfig) -> dict[str, float]:
+    """The loss of the first step and the square of each gradient, as the check before it takes them."""
+    with open_world(parse(strategy, environment_size()), device="cpu", timeout_seconds=60) as world:
+        batches = make_batches(gan_task(), config, world)
+        runtime = build_runtime(gan_task(), world, config, total_steps=batches.total_steps)
+        found = runtime.probe(next(iter(runtime.place(batches))))
+        assert found.gradients is not None
+        squares = {name: float(square) for name, square in found.gradients.squares.items()}
+        return {**squares, "loss": sum(share for (share,) in world.gather([float(found.loss_share)]))}
+
+
+@pytest.mark.parametrize(("strategy", "unused"), [("ddp", "error"), ("zero3", "allow")])
+def test_a_probe_has_the_gradients_of_all_turns(strategy: str, unused: str) -> None:
+    config = RunConfig(**BASE, unused_parameters=unused)
+    expected = probed("single", replace(config, micro_batch=6))
+    found = on_ranks(probed, 2, strategy, replace(config, micro_batch=3))
+    assert set().union(*found) == set(expected)
+    for one in found:
+        assert one == pytest.approx({name: expected[name] for name in one}, abs=1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", slow("ddp"), slow("zero3")])

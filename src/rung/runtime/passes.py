@@ -54,7 +54,10 @@ class LossForward:
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise TaskError(f"{name}: loss() must return one number, the mean over its units; it returned {shape}.")
             if not loss.requires_grad:
-                raise TaskError(f"{name}: the loss does not depend on any trainable parameter.")
+                turn = context.turns.current
+                which = "the loss" if turn is None else f"the loss {turn!r}"
+                whose = "trainable parameter" if turn is None else "parameter of the optimizer of that name"
+                raise TaskError(f"{name}: {which} does not depend on any {whose}.")
         return loss
 
 

@@ -69,7 +69,7 @@ class UnusedParameters:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             found = dict(zip(self._names, self._world.tensors.read(list(flags.unbind())), strict=True))
             for name, parameter in self._trainable:
-                if not found[name]:
+                if not found[name] and parameter.requires_grad:  # not those that have no part in this turn
                     parameter.grad = None
         if allows:
             return
@@ -94,7 +94,7 @@ class UnusedParameters:
         untouched = [
             name
             for (name, p), earlier in zip(self._trainable, before, strict=True)
-            if earlier is not None and p.grad is not None and version(p.grad) == earlier
+            if p.requires_grad and earlier is not None and p.grad is not None and version(p.grad) == earlier
         ]
         if untouched:
             raise ModelError(
