@@ -171,6 +171,16 @@ def test_adapters_of_peft_are_exported_from_its_own_models(make_task: Any, tmp_p
     assert (logits_of(found) - expected).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("target", ["lm_head", "c_attn"])
+def test_a_merged_weight_that_was_tied_is_named(target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base = saved(gpt2(), tmp_path / "base")
+    chosen = replace(CONFIG, init=str(base), lora=f"r=3,targets={target}", steps=1)
+    legs(gpt2_task, chosen, tmp_path / "run", [("single", 1, 1)])
+    rung("export", tmp_path / "run", "--output", tmp_path / "merged.safetensors", "--merge", "--base", base)
+    told = "lm_head.weight was tied to transformer.wte.weight" in caplog.text
+    assert told is (target == "lm_head")
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = saved(llama(), tmp_path / "base")
     chosen = replace(CONFIG, init=str(base), lora="r=3,targets=q_proj", steps=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from rung.checkpoint.files import DTYPES, Entry
 from rung.errors import CheckpointError, ConfigError
 from rung.parallel.adapters import PEFT_PREFIX, base_name, digest_of, is_copy
 from rung.parallel.initial_weights import InitialWeights
+
+log = logging.getLogger("rung")
 
 ADAPTERS = "adapter_model.safetensors"  # peft's names
 _CONFIG = "adapter_config.json"
@@ -40,6 +43,8 @@ def merged(source: WeightSource, base: str | None) -> WeightSource:
             dtype = torch.promote_types(entries[key].dtype, entries[added[key]["A"]].dtype) if key in added else None
             found[name] = Entry(name, dtype or entries[key].dtype, entries[key].shape)
 
+    _warn_of_untied(source, named, set(added))
+
     def read(name: str) -> Tensor:
         key = named[name]
         value = read_base(key) if key in source.base else source.read(key)
@@ -59,6 +64,21 @@ def merged(source: WeightSource, base: str | None) -> WeightSource:
         adapters=None,
         base={},
     )
+
+
+def _warn_of_untied(source: WeightSource, named: Mapping[str | None, str], added: set[str]) -> None:
+    """A weight that is tied to another and has an adapter is another one afterwards."""
+    for name, key in named.items():
+        same = source.same.get(key, key)
+        others = [other for other, its in named.items() if other and its != key and source.same.get(its, its) == same]
+        if key in added and others:
+            log.warning(
+                "%s was tied to %s and is a weight of its own now that its adapter is added. A model that ties them "
+                "would take one for both: untie them before it loads these weights (tie_word_embeddings in "
+                "config.json, for transformers).",
+                name,
+                ", ".join(others),
+            )
 
 
 def as_peft(source: WeightSource) -> WeightSource:
