@@ -62,8 +62,10 @@ ALLOWED = {
     "parallel/tensor/apply.py": "_apply",
     "runtime/optimizer.py": "_found_inf_per_device _unscale_grads_",
 }
-# What looks like torch's and is of another library's: multiprocessing, argparse, transformers.
-_OTHERS = ("_forkserver", "_config", "_action", "_tp_plan")
+# What looks like torch's and is of another library's: multiprocessing, argparse, transformers, datasets, torchmetrics.
+_OTHERS = (
+    "_forkserver", "_config", "_action", "_tp_plan", "_distributed", "_update_count", "_defaults", "_reductions",
+)  # fmt: skip
 # Objects whose private names the package also uses for its own.
 _TORCH_OBJECTS = (nn.Module(), torch.optim.SGD([torch.zeros(1)]), torch.Tensor, torch.UntypedStorage)
 

@@ -33,7 +33,7 @@ def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None, *, n
     with keeping_generators():
         seed_generators(0)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            found = iter(Samples(iter(dataset), num_skipped, "of the data set"))
+            found = iter(CountedSamples(iter(dataset), num_skipped, "of the data set"))
         else:
             found = (_read_one(dataset, index, index, num_skipped) for index in range(len(dataset)))
         first = itertools.islice(found, _EXAMPLES + num_skipped)
@@ -53,7 +53,7 @@ def _read_one(dataset: Any, index: int, position: int, num_skipped: int) -> Any:
         return BadSample.of(position, f"sample {index} of the data set", error)
 
 
-class Samples:
+class CountedSamples:
     """The samples of an iterator. If some may be skipped, one that raises is a `BadSample`."""
 
     def __init__(self, samples: Iterator[Any], num_skipped: int, where: str) -> None:
@@ -283,7 +283,7 @@ class StreamReader(IterableDataset[MicroBatch]):
         # The data set draws from generators of its own (`inside`), swapped in while it runs.
         outside = save_generators()
         seed_generators(self._seed)
-        samples = Samples(iter(self._dataset), self._num_skipped, f"of epoch {self._epoch}")
+        samples = CountedSamples(iter(self._dataset), self._num_skipped, f"of epoch {self._epoch}")
         inside, index = save_generators(), 0
         restore_generators(outside)
         stand_in: list[Any] = []  # the last sample that could be read

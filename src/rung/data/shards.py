@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from rung.data.batch_shard import BadSample
 from rung.data.permutation import Permutation, mix
 from rung.data.rng import keeping_generators, seed_generators
-from rung.data.sample_reader import Samples
+from rung.data.sample_reader import CountedSamples
 from rung.errors import DataError
 
 STATE_EVERY = 16  # batches between two states of a shard; a run that resumes reads at most as many again
@@ -139,7 +139,7 @@ class _Lane:
         start = place or LanePlace(0, 0)
         self._shard, self._index = start.shard, 0
         self._data: Any = None
-        self._samples: Samples | None = None
+        self._samples: CountedSamples | None = None
         self._state: Any = None
         self._state_index = 0
         self._proof: list[Any] = []  # samples that followed a state, to be given by it again
@@ -189,7 +189,7 @@ class _Lane:
         if state is not None:
             self._data.load_state_dict(copy.deepcopy(state))
         where = f"of shard {self._order[self._shard]} in epoch {self._epoch}"
-        self._samples = Samples(iter(self._data), self._shards.num_skipped, where)
+        self._samples = CountedSamples(iter(self._data), self._shards.num_skipped, where)
         self._samples.index = index
 
     def _prove(self, sample: Any) -> None:
