@@ -144,7 +144,7 @@ def test_transformers_and_peft_load_what_was_trained(
     assert own and all(".lora_" in name for name in own)
 
 
-@pytest.mark.parametrize("make_task", [peft_llama_task, peft_head_task])
+@pytest.mark.parametrize("make_task", [slow(peft_llama_task), peft_head_task])
 def test_adapters_of_peft_are_exported_from_its_own_models(make_task: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = tmp_path / "base"

@@ -335,13 +335,13 @@ def test_first_stage_is_frozen(strategy: str) -> None:
     assert difference_from_one_process(frozen_start_task, strategy) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", ["pp2", "pp2:gpipe"])
+@pytest.mark.parametrize("strategy", ["pp2", slow("pp2:gpipe")])
 def test_batch_that_does_not_divide(strategy: str) -> None:
     config = replace(CONFIG, batch_size=7, micro_batch=2)  # micro-batches of 2, 2, 2, 1, and 5 samples at the end
     assert difference_from_one_process(skipping_task, strategy, config) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", [slow("pp4"), "pp4:zb", "pp2:interleaved"])
+@pytest.mark.parametrize("strategy", [slow("pp4"), "pp4:zb", slow("pp2:interleaved")])
 def test_fewer_micro_batches_than_stages(strategy: str) -> None:
     config = replace(CONFIG, batch_size=5, micro_batch=3)  # two micro-batches, and one at the end
     assert difference_from_one_process(skipping_task, strategy, config) < 1e-9
