@@ -171,7 +171,7 @@ def test_one_more_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "skips", "message"),
     [
-        slow(few, 0, "This is sample [0-9]+ of the data set"),
+        (few, 0, "This is sample [0-9]+ of the data set"),
         slow(contrastive, 20, 'loss_scope = "batch" needs the same share'),
     ],
 )

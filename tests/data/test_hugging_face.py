@@ -89,7 +89,7 @@ def buffered_task() -> Task:
     )
 
 
-@pytest.mark.parametrize("make", [slow(stream_task), slow(buffered_task)])
+@pytest.mark.parametrize("make", [stream_task, slow(buffered_task)])
 def test_a_run_resumes_on_another_number_of_ranks(make: Callable[[], Task], tmp_path: Path) -> None:
     # The states of shards, of every 16th batch, are used after the first leg; that of a buffer is not exact, and not.
     expected, state = legs(make, CONFIG, tmp_path / "whole", [("single", 1, 30)])

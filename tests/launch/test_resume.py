@@ -149,6 +149,17 @@ def test_a_run_does_not_say_which_machines_meet(task: Task) -> None:
     assert (again.policy.nodes, again.policy.rdzv) == ((1, 2), "localhost:1")
 
 
+def test_arguments_of_hooks_may_change(task: Task) -> None:
+    """They read, and may stop the run earlier or later."""
+    with Path("small.py").open("a") as file:
+        file.write("\n\ndef on_step(state, stop_at=5):\n    pass\n")
+    task = load_task("small.py")
+    run = write_run(task, "runs/a")
+    assert go_on(run, sets={"on_step.stop_at": "9"}).resolved.arguments["on_step.stop_at"] == 9
+    with pytest.raises(ConfigError, match=r"model\.depth.*would change its numbers"):
+        go_on(run, sets={"model.depth": "9"})
+
+
 def test_a_new_length_replaces_the_old_one_and_is_told(task: Task) -> None:
     run = write_run(task, "runs/a", epochs=2)
     base = settings_of(run, set())

@@ -225,6 +225,12 @@ def test_what_cannot_take_turns_is_refused(changes: Any, strategy: str, settings
         dry_run(gan_task(**changes), parse(strategy, 2), RunConfig(**{**BASE, **settings}), device="cpu")
 
 
+def test_a_metric_does_not_take_the_name_of_a_loss() -> None:
+    task = gan_task(metrics=lambda output, target: {"critic loss": torch.zeros(7)})
+    with pytest.raises(TaskError, match="may not return 'critic loss', which is measured anyway"):
+        with_rung(lambda: task, "single", RunConfig(**BASE))
+
+
 def test_each_loss_is_a_figure_of_the_step_and_may_log_others() -> None:
     def critic(output: Any, target: Any, log: Any) -> torch.Tensor:
         log("judged real", (output[1] > 0).double().mean())

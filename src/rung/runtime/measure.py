@@ -61,9 +61,11 @@ def measure(
     if task.metrics is None or not with_metrics:
         return measured
     num_rows = max(micro.num_samples, 1)  # a stand-in has one row
+    turns = turns_of(task.loss)
+    own_names = {"loss", *(f"{turn} loss" for turn in (turns.losses if turns is not None else ()))}
     for name, value in task.metrics(output, target).items():
-        if name == "loss":
-            raise TaskError(f"{task.name}: metrics() may not return 'loss', which is measured anyway. Rename it.")
+        if name in own_names:
+            raise TaskError(f"{task.name}: metrics() may not return {name!r}, which is measured anyway. Rename it.")
         if is_set_metric(value):
             if real:
                 measured[name] = value

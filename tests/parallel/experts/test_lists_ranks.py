@@ -55,7 +55,7 @@ def test_the_numbers_of_one_process(make_task: Callable[[], Task], strategy: str
     assert difference(make_task, strategy, replace(CONFIG, **changes)) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", [slow("ep2"), slow("fsdp2,ep2")])
+@pytest.mark.parametrize("strategy", ["ep2", slow("fsdp2,ep2")])
 def test_compiled_blocks(strategy: str) -> None:
     assert compared(models.list_task, strategy, replace(CONFIG, compile=True), with_rung_traced) < 1e-9
 
@@ -80,8 +80,7 @@ def test_checkpoints_name_experts_as_one_process_does(plan: list[tuple[str, int,
 CHAIN = [("ddp", 4, 1), ("fsdp2,cp2", 4, 2), ("pp2,ep2", 4, 3), ("single", 1, 4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make_task", [listed_task, stacked_task], ids=lambda value: value.__name__)
+@pytest.mark.parametrize("make_task", [listed_task, slow(stacked_task)], ids=lambda value: value.__name__)
 def test_a_run_goes_on_with_positions_and_then_experts_divided(make_task: Callable[[], Task], tmp_path: Path) -> None:
     config = replace(CONFIG, batch_size=10, micro_batch=None, steps=4, eval_every="never")
     losses, state = legs(make_task, config, tmp_path / "legs", CHAIN)
@@ -100,7 +99,6 @@ def loads() -> list[dict[str, float]]:
         return [{one.name: float(one.value) for one in step.logged if one.reduce == "max"} for step in steps]
 
 
-@pytest.mark.slow
 def test_how_unevenly_rows_choose_is_logged() -> None:
     """Every row chooses the same two of eight experts: four times an even choice, twice for the rank."""
     first, second = on_ranks(loads, 2)
@@ -123,22 +121,20 @@ def muon_task() -> Task:
     return replace(models.list_task(), optimizer=optimizer)
 
 
-@pytest.mark.parametrize("strategy", [slow("fsdp2,ep2"), slow("ddp4,ep2")])
+@pytest.mark.parametrize("strategy", ["fsdp2,ep2", slow("ddp4,ep2")])
 def test_adamw(strategy: str) -> None:
     assert difference(adamw_task, strategy, CONFIG) < 1e-9
 
 
-@pytest.mark.slow
 def test_adapters_of_experts() -> None:
     config = replace(CONFIG, lora="r=2,alpha=4,targets=up+down+router")
     assert compared(models.list_task, "ep2", config) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", [slow("ep2"), slow("fsdp2,ep2")])
+@pytest.mark.parametrize("strategy", ["ep2", slow("fsdp2,ep2")])
 def test_an_average_of_the_weights_and_several_optimizers(strategy: str) -> None:
     assert compared(muon_task, strategy, replace(CONFIG, ema=0.9)) < 1e-9
 
 
-@pytest.mark.slow
 def test_half_precision() -> None:
     assert compared(models.list_task, "ep2", replace(CONFIG, precision="bf16")) < 0.05

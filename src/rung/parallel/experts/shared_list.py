@@ -22,6 +22,7 @@ from rung.parallel.collectives import exchange
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.two_passes import ListCall, Recorded, TwoPasses
 from rung.parallel.experts.validate import part_of
+from rung.spec.abilities import cuts_layers
 from rung.spec.strategy import Layout
 
 
@@ -163,12 +164,12 @@ class SharedList:
 
 
 def _refuse_layout(call: ListCall, layout: Layout) -> None:
-    if layout.tp > 1:
+    if cuts_layers(layout):
         raise StrategyError(
             f"{layout.name}: the experts of {call.name}, a ModuleList, are shared out by ep or cut by tp, not both. "
             "Leave out one of them."
         )
-    if not call.caller and layout.pp > 1:
+    if not call.caller and layout.num_stages > 1:
         raise ModelError(
             f"the model's own forward calls the experts of {call.name}, and stages run parts of it. Call them in the "
             "forward of a module of their own."
