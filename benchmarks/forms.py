@@ -95,7 +95,7 @@ def marks(content: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabits", type=int, nargs="*", default=[0, 1000, 200], help="0 is without a limit")
+    parser.add_argument("--megabits", type=int, nargs="*", default=[0, 1000], help="0 is without a limit")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/forms.json"))
