@@ -405,7 +405,8 @@ def test_a_rank_out_of_memory_still_reports(launcher: WarmLauncher, tmp_path: Pa
     write_task(tmp_path, "forward", fault, rank=1)
     outcome = launcher.run(tmp_path, "--set", "oom_retry=false")
     headline = outcome.assert_names(1, 2, "forward")
-    assert "allocate" in headline or "bad_alloc" in headline or "MemoryError" in headline
+    # "[enforce fail at alloc_cpu.cpp ...": with the last byte gone, torch keeps the 15 letters that need no allocation.
+    assert any(word in headline for word in ("allocate", "bad_alloc", "MemoryError", "[enforce fail a"))
     assert "hoard.append" in outcome.screen
 
 
