@@ -99,6 +99,24 @@ def exchange(
     return received
 
 
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """The tensor; backward multiplies its gradient. Where ranks average a gradient that is a sum already: FSDP's own
+    factor is applied twice where it reduces over one rank in float64 (torch 2.13)."""
+    scaled: Tensor = _ScaledGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(

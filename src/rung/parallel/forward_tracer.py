@@ -57,6 +57,24 @@ class ForwardTracer:
             )
         return self._known[key]
 
+    def watch(
+        self,
+        batch: Any,
+        is_watched: Callable[[str, nn.Module], bool],
+        may_decide: Callable[[str, nn.Module], bool] | None = None,
+    ) -> ForwardTrace:
+        """A trace of training by the calls of other modules than a run's parts. It is not kept."""
+        self.meta_model.train()
+        return trace_forward(
+            self.meta_model,
+            self.run(batch),
+            is_watched,
+            device=self.device,
+            mode=self.mode,
+            parameter_dtype=self.parameter_dtype,
+            may_decide=may_decide,
+        )
+
     def _fake(self, tensor: Tensor) -> Tensor:
         with fake_world.imagined(self.mode):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)

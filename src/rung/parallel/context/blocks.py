@@ -27,7 +27,7 @@ from rung.parallel.context.attention import Attention, attending_with, whole_pos
 from rung.parallel.context.positions import RankPositions
 from rung.parallel.context.validate import Cut, prove, why_unknown
 from rung.parallel.dropout import SCALED_DOT_PRODUCT_ATTENTION
-from rung.parallel.forward_trace import Call, ForwardTrace, signature, tensors_of, trace_forward
+from rung.parallel.forward_trace import Call, ForwardTrace, signature, tensors_of
 from rung.parallel.forward_tracer import ForwardTracer
 
 _LENGTH = "rung_length"  # the argument that tells the sequence's to a block that is computed again in backward
@@ -69,16 +69,8 @@ def plan_context(
         lengths[query.shape[-2]] += 1
         return SCALED_DOT_PRODUCT_ATTENTION(query, *args, **kwargs)
 
-    tracer.meta_model.train()
     with attending_with(note):
-        trace = trace_forward(
-            tracer.meta_model,
-            tracer.run(example),
-            lambda name, _: name in names,
-            device=tracer.device,
-            mode=tracer.mode,
-            parameter_dtype=tracer.parameter_dtype,
-        )
+        trace = tracer.watch(example, lambda name, _: name in names)
     if not lengths:
         raise ModelError(why_unknown("the model"))
     for call in trace.calls:

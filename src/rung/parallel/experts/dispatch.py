@@ -22,13 +22,12 @@ from rung.distributed import fake_world
 from rung.distributed.torch_private import assert_async
 from rung.distributed.world import World
 from rung.parallel.blocks import fold
-from rung.parallel.collectives import exchange
+from rung.parallel.collectives import exchange, scale_gradient
 from rung.parallel.experts.lists import callers_of_lists
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.shared_list import SharedList
 from rung.parallel.experts.two_passes import ListCall
 from rung.parallel.experts.validate import ExpertCall, num_experts_of, part_of, prove, refuse, run_rows
-from rung.parallel.forward_trace import trace_forward
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.pipeline.partition import lies_in
 from rung.system.units import plural
@@ -73,15 +72,8 @@ def find_experts(tracer: ForwardTracer, num_ranks: int, example: Any) -> dict[st
     """The modules that hold experts, and how each is called, or why ranks cannot share its experts."""
     names = {name for name, module in tracer.meta_model.named_modules() if num_experts_of(module) is not None}
     deciding = {*names, *callers_of_lists(tracer.meta_model).values()}
-    tracer.meta_model.train()
-    trace = trace_forward(
-        tracer.meta_model,
-        tracer.run(example),
-        lambda name, _: name in names,
-        device=tracer.device,
-        mode=tracer.mode,
-        parameter_dtype=tracer.parameter_dtype,
-        may_decide=lambda name, module: name in deciding or tracer.is_part(name, module),
+    trace = tracer.watch(
+        example, lambda name, _: name in names, lambda name, module: name in deciding or tracer.is_part(name, module)
     )
     with fake_world.outside_fakes():
         return {call.name: prove(call, num_ranks) for call in trace.calls}
@@ -142,7 +134,7 @@ def share_out(module: nn.Module, call: ExpertCall, world: World, loads: ExpertLo
             )
             loads.add(torch.bincount(choices, minlength=len(own)), len(choices), sum(sent.totals), call.num_experts)
         local: dict[str, Tensor] = {
-            name: _AveragedGradient.apply(p.to_local(), num_ranks)  # type: ignore[attr-defined, no-untyped-call]
+            name: scale_gradient(p.to_local(), 1 / num_ranks)  # type: ignore[attr-defined]
             for name, p in module.named_parameters()
         }
         bare.training = module.training
@@ -152,20 +144,6 @@ def share_out(module: nn.Module, call: ExpertCall, world: World, loads: ExpertLo
         return whole if hidden.dim() == 2 else whole.reshape(*hidden.shape[:-1], -1).clone()
 
     module.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
-
-
-class _AveragedGradient(torch.autograd.Function):
-    """A parameter whose gradient is divided by a number of ranks. FSDP's own factor is applied twice where it reduces
-    over one rank in float64 (torch 2.13)."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, num_ranks: int) -> Tensor:
-        ctx.num_ranks = num_ranks
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient / ctx.num_ranks, None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rung.parallel.blocks import describe
 from rung.parallel.dropout import NoDropout
 from rung.parallel.experts.two_passes import Key, ListCall, Recorded, TwoPasses
 from rung.parallel.experts.validate import part_of
-from rung.parallel.forward_trace import Call, ForwardTrace, tensors_of, trace_forward
+from rung.parallel.forward_trace import Call, ForwardTrace, tensors_of
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.linear_layers import is_linear, num_outputs
 from rung.parallel.random_proof import equal, isolated, random_inputs, random_state
@@ -40,15 +40,10 @@ def find_lists(tracer: ForwardTracer, num_ranks: int, example: Any) -> dict[str,
     experts = {f"{name}.{key}": name for name, module in lists.items() for key, _ in module.named_children()}
 
     def trace(is_watched: Callable[[str], bool]) -> ForwardTrace:
-        model.train()
-        return trace_forward(
-            model,
-            tracer.run(example),
+        return tracer.watch(
+            example,
             lambda name, _: is_watched(name),
-            device=tracer.device,
-            mode=tracer.mode,
-            parameter_dtype=tracer.parameter_dtype,
-            may_decide=lambda name, module: name in callers.values() or tracer.is_part(name, module),
+            lambda name, module: name in callers.values() or tracer.is_part(name, module),
         )
 
     of_experts = trace(lambda name: name in experts)

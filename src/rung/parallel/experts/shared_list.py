@@ -18,7 +18,7 @@ from rung.distributed import fake_world
 from rung.distributed.collectives import gather_flat
 from rung.distributed.world import World
 from rung.errors import ModelError, StrategyError
-from rung.parallel.collectives import exchange
+from rung.parallel.collectives import exchange, scale_gradient
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.two_passes import ListCall, Recorded, TwoPasses
 from rung.parallel.experts.validate import part_of
@@ -157,8 +157,9 @@ class SharedList:
             if not any(lengths):  # all ranks that hold an expert run it, and its parameters must get a gradient, of 0
                 given.append(torch.linspace(-1, 1, rows.shape[1], dtype=rows.dtype, device=rows.device).unsqueeze(0))
             with self._passes.computing():
-                result = call.compute(self.module[number], _scaled(torch.cat(given), float(num_ranks)))
-            result = _scaled(result, 1 / num_ranks)[: sum(lengths)]
+                result = call.compute(self.module[number], scale_gradient(torch.cat(given), float(num_ranks)))
+            # So that the gradients of its parameters are divided by the ranks over whose rows they are sums.
+            result = scale_gradient(result, 1 / num_ranks)[: sum(lengths)]
             found.append(torch.split(result, lengths))
         return torch.cat([found[place][rank] for rank in range(num_ranks) for place in range(num_own)])
 
@@ -174,21 +175,3 @@ def _refuse_layout(call: ListCall, layout: Layout) -> None:
             f"the model's own forward calls the experts of {call.name}, and stages run parts of it. Call them in the "
             "forward of a module of their own."
         )
-
-
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Multiplies the gradient. Around an expert it divides the gradients of its parameters by the number of ranks over
-    whose rows they are sums, as `dispatch` does."""
-    found: Tensor = _Scaled.apply(tensor, factor)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.factor, None
