@@ -34,6 +34,7 @@ _PROFILED = 3
 _KINDS = {
     "attention": ("flash", "fmha", "sdpa", "attention"),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "scaled_mm", "splitk", "triton_tem"),
+    "casts to float8": ("_tile",),
     "update and norm of gradients": ("multi_tensor", "foreach", "adam", "lpnorm", "fused_adam"),
     "norms and element by element, fused": ("triton_",),
     "copies and casts": ("memcpy", "memset", "copy_kernel", "direct_copy", "fill"),
@@ -66,7 +67,12 @@ _VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "CUDA graphs": ({"precision": "bf16"}, lambda: _inductor(**{"triton.cudagraphs": True})),
     "logits whole": ({"precision": "bf16", "chunked_loss": "never"}, contextlib.nullcontext),
+    "coordinate descent": ({"precision": "bf16"}, lambda: _inductor(coordinate_descent_tuning=True)),
     "fp8": ({"precision": "fp8"}, contextlib.nullcontext),
+    "fp8, max_autotune": (
+        {"precision": "fp8"}, lambda: _inductor(max_autotune_gemm=True, coordinate_descent_tuning=True)
+    ),
+    "fp8, rows": ({"precision": "fp8", "fp8_scaling": "row"}, contextlib.nullcontext),
 }  # fmt: skip
 
 

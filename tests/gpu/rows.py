@@ -24,6 +24,8 @@ from rung.system.launcher_env import environment_size
 from rung.train.checkpointing import Checkpointing
 from rung.train.worker import make_batches
 from tests.checkpoints import legs, one_leg
+from tests.gpu.float8_rows import rows as float8_rows
+from tests.gpu.later_rows import rows as later_rows
 from tests.gpu.loss_kernel import loss_kernel
 from tests.harness import RankFailed, on_ranks
 from tests.host_weights import build, gradients
@@ -421,7 +423,7 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
     for strategy in ONE_RANK_OF_64:
         add(f"{strategy} one rank of 64", memory_of_one_rank, strategy, 64)
     add("pp4,fsdp,tp4 one rank of 64 fp16", memory_of_one_rank, "pp4,fsdp,tp4", 64, "fp16")
-    return found
+    return [*found, *float8_rows(), *later_rows()]
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from rung.errors import EnvironmentProblem, ModelError
-from rung.parallel.float8 import FACTOR, Float8Linear, GatheredWeight
+from rung.parallel.float8 import Float8Linear, GatheredWeight
+from rung.parallel.float8_cast import FACTOR
 from rung.planner.dryrun import dry_run
 from rung.planner.tracer import tensors_of
 from rung.spec.config import RunConfig

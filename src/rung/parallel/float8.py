@@ -21,10 +21,9 @@ from rung.distributed.torch_private import make_wrapper, scaled_mm, without_torc
 from rung.distributed.world import World
 from rung.errors import EnvironmentProblem, ModelError
 from rung.parallel.blocks import find_list_of_blocks
+from rung.parallel.float8_cast import FACTOR, MULTIPLE, to_float8
 from rung.spec.config import RunConfig
 
-_MULTIPLE = 16  # the kernels take factors whose sizes are multiples of this
-FACTOR = torch.float8_e4m3fn  # the type of both factors in forward
 FIRST_CAPABILITY = (8, 9)  # Ada; then Hopper (9.0) and Blackwell
 
 
@@ -47,7 +46,8 @@ class Float8Linear(nn.Linear):
             return F.linear(input, weight, bias)
         half = torch.get_autocast_dtype(kind)
         flat = input.to(half).reshape(-1, input.shape[-1])
-        result: Tensor = _Product.apply(flat, weight, self.scales_rows)  # type: ignore[no-untyped-call]
+        needs_gradient = torch.is_grad_enabled() and weight.requires_grad
+        result: Tensor = _Product.apply(flat, weight, self.scales_rows, needs_gradient)  # type: ignore[no-untyped-call]
         result = result.view(*input.shape[:-1], weight.shape[0])
         return result if bias is None else result + bias.to(half)
 
@@ -95,67 +95,43 @@ class GatheredWeight(Tensor):
 
 class _Product(torch.autograd.Function):
     """The product of an input and a turned weight. Backward scales the weight again rather than keep a copy of it: that
-    would be the memory that sharding saves."""
+    would be the memory that sharding saves. Of the input only what backward needs is kept, in float8."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, scales_rows: bool) -> Tensor:
-        ctx.scales_rows = scales_rows
-        factor, scale = _to_float8(input, FACTOR, 1 if scales_rows else None)
-        # One scale holds for the input in backward, too, and half of its bytes are kept. With rows, backward scales
-        # the other dimension.
-        ctx.save_for_backward(weight, *((input,) if scales_rows else (factor, scale)))
-        return _multiply(factor, scale, *_weight(weight, scales_rows), input.dtype, fast=True)
+    def forward(ctx: Any, input: Tensor, weight: Tensor, scales_rows: bool, needs_gradient: bool) -> Tensor:
+        ctx.scales_rows, ctx.kind = scales_rows, FACTOR if scales_rows else torch.float8_e5m2
+        plain, turned = to_float8(input, FACTOR, scales_rows=scales_rows, plain=True, turned=needs_gradient)
+        ctx.save_for_backward(weight, *turned)
+        return _multiply(*plain, *_weight(weight, scales_rows), input.dtype, fast=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        weight, *kept = ctx.saved_tensors
-        rows, kind = ctx.scales_rows, torch.float8_e4m3fn if ctx.scales_rows else torch.float8_e5m2
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        weight, *input_turned = ctx.saved_tensors
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        plain, turned = to_float8(
+            gradient, ctx.kind, scales_rows=ctx.scales_rows, plain=needs_input, turned=needs_weight
+        )
         for_input = for_weight = None
-        factor, scale = _to_float8(gradient, kind, 1 if rows else None)
-        if ctx.needs_input_grad[0]:
-            for_input = _multiply(factor, scale, *_weight(weight, rows, turned=True), gradient.dtype)
-        if ctx.needs_input_grad[1]:
-            if rows:
-                factor, scale = _to_float8(gradient.t(), kind, 1)
-                other, other_scale = _to_float8(kept[0].t(), kind, 1)
-            else:
-                factor, (other, other_scale) = factor.t(), kept
-                other = other.t()
-            for_weight = _multiply(_padded(factor), scale, _padded(other).t(), _turned(other_scale), weight.dtype)
-        return for_input, for_weight, None
+        if needs_input:
+            for_input = _multiply(*plain, *_weight(weight, ctx.scales_rows, turned=True), gradient.dtype)
+        if needs_weight:
+            for_weight = _multiply(*turned, *_second(*input_turned), weight.dtype)
+        return for_input, for_weight, None, None
 
 
 def _weight(weight: Tensor, scales_rows: bool, *, turned: bool = False) -> tuple[Tensor, Tensor]:
-    """The turned weight as the second factor: its rows, which are summed over, lie one after another. In backward it is
-    the weight of the turned layer."""
+    """The weight as the second factor; in backward it is the weight of the turned layer."""
     if isinstance(weight, GatheredWeight):
-        factor, scale = weight.factor.t() if turned else weight.factor, weight.inverse_scale
-    else:
-        factor, scale = _to_float8(weight.t() if turned else weight, FACTOR, 1 if scales_rows else None)
-    return factor.contiguous().t(), _turned(scale)
+        factor = weight.factor.t() if turned else weight.factor
+        return _second(factor.contiguous(), weight.inverse_scale)
+    plain, other = to_float8(weight, FACTOR, scales_rows=scales_rows, plain=not turned, turned=turned)
+    return _second(*(other if turned else plain))
 
 
-def _turned(scale: Tensor) -> Tensor:
-    return scale.t() if scale.dim() else scale
-
-
-def _to_float8(tensor: Tensor, kind: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
-    """The scaled tensor, and what its elements must be multiplied by to be the old ones."""
-    largest = tensor.abs().amax() if dim is None else tensor.abs().amax(dim, keepdim=True)
-    scale = scale_for(largest, kind)
-    if dim is not None:
-        scale = torch.exp2(torch.floor(torch.log2(scale)))  # exact both ways
-    return cast(tensor, kind, scale), scale.reciprocal()
-
-
-def scale_for(largest: Tensor, kind: torch.dtype) -> Tensor:
-    return torch.finfo(kind).max / largest.float().clamp(min=1e-12)
-
-
-def cast(tensor: Tensor, kind: torch.dtype, scale: Tensor) -> Tensor:
-    most = torch.finfo(kind).max  # a value that rounding puts above it would become no number
-    return (tensor.float() * scale).clamp(-most, most).to(kind)
+def _second(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of the second factor of a product lie one after another in its columns."""
+    return factor.t(), scale.t() if scale.dim() else scale
 
 
 def _multiply(
@@ -163,16 +139,10 @@ def _multiply(
 ) -> Tensor:
     # The kernels for scales of rows write bf16 alone.
     written = torch.bfloat16 if left_scale.dim() else dtype
-    product = scaled_mm(left.contiguous(), right, left_scale, right_scale, out_dtype=written, use_fast_accum=fast)
+    product = scaled_mm(left, right, left_scale, right_scale, out_dtype=written, use_fast_accum=fast)
     # Not `.to` in any case: where it changes nothing, torch 2.11 compiles a function that returns its result into one
     # without gradients.
     return product if product.dtype == dtype else product.to(dtype)
-
-
-def _padded(factor: Tensor) -> Tensor:
-    """With zeros up to a multiple of 16 columns: in the weight's gradient they are the tokens."""
-    left = -factor.shape[1] % _MULTIPLE
-    return F.pad(factor, (0, left)) if left else factor.contiguous()
 
 
 def compute_in_float8(
@@ -244,8 +214,8 @@ def _reason_against(layer: nn.Linear, is_inside: bool, style: str, tp: int) -> s
         inputs = inputs // tp if inputs % tp == 0 else 1
     elif style:
         outputs = outputs // tp if outputs % tp == 0 else 1
-    if inputs % _MULTIPLE or outputs % _MULTIPLE:
-        return f"of sizes that {_MULTIPLE} does not divide"
+    if inputs % MULTIPLE or outputs % MULTIPLE:
+        return f"of sizes that {MULTIPLE} does not divide"
     return None
 
 

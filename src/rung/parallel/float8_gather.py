@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from rung.distributed.torch_private import shard_of
 from rung.distributed.world import World
-from rung.parallel.float8 import FACTOR, Float8Linear, GatheredWeight, cast, scale_for
+from rung.parallel.float8 import Float8Linear, GatheredWeight
+from rung.parallel.float8_cast import FACTOR, cast, scale_for
 from rung.spec.abilities import shards_alone
 from rung.spec.config import RunConfig
 

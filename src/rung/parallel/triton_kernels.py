@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 8192  # of a row's classes, by measurement on an H200
+_TILE = 128  # rows and columns that are cast at once
 
 
 def softmax_gradient(logits: Tensor, index: Tensor, factor: Tensor, smoothing: float) -> Tensor:
@@ -29,6 +30,61 @@ def softmax_gradient(logits: Tensor, index: Tensor, factor: Tensor, smoothing: f
                 num_warps=16,
             )
     return log_sums
+
+
+def cast_tiles(
+    matrix: Tensor, plain: Tensor, turned: Tensor, row_scale: Tensor | None, column_scale: Tensor | None, most: float
+) -> None:
+    """See `float8_cast.cast_both_ways`."""
+    num_rows, num_columns = matrix.shape
+    if not matrix.numel():
+        return
+    grid = (triton.cdiv(max(num_rows, turned.shape[1]), _TILE), triton.cdiv(num_columns, _TILE))
+    with torch.cuda.device(matrix.device):
+        _tile[grid](
+            matrix,
+            plain,
+            turned,
+            matrix if row_scale is None else row_scale,
+            matrix if column_scale is None else column_scale,
+            num_rows,
+            num_columns,
+            turned.shape[1],
+            *matrix.stride(),
+            0 if row_scale is None or row_scale.numel() == 1 else 1,
+            0 if column_scale is None or column_scale.numel() == 1 else 1,
+            most,
+            WRITES_PLAIN=row_scale is not None,
+            WRITES_TURNED=column_scale is not None,
+            TILE=_TILE,
+            num_warps=8,
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(  # type: ignore[no-untyped-def]
+    matrix, plain, turned, row_scale, column_scale, num_rows, num_columns, num_padded, row_stride, column_stride,
+    row_step, column_step, most, WRITES_PLAIN: tl.constexpr, WRITES_TURNED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Reads a tile once, and writes it in both orders with neighbours beside each other."""
+    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    place = rows[:, None] * row_stride + columns[None, :] * column_stride
+    values = tl.load(matrix + place, mask=inside, other=0.0).to(tl.float32)
+    if WRITES_PLAIN:
+        scale = tl.load(row_scale + rows * row_step, mask=rows < num_rows, other=0.0)
+        scaled = values * scale[:, None]
+        scaled = tl.where(scaled == scaled, tl.clamp(scaled, -most, most), scaled)  # what is no number stays none
+        place = rows[:, None] * num_columns + columns[None, :]
+        tl.store(plain + place, scaled.to(plain.dtype.element_ty), mask=inside)
+    if WRITES_TURNED:
+        scale = tl.load(column_scale + columns * column_step, mask=columns < num_columns, other=0.0)
+        scaled = values * scale[None, :]
+        scaled = tl.where(scaled == scaled, tl.clamp(scaled, -most, most), scaled)
+        place = columns[None, :] * num_padded + rows[:, None]
+        written = (rows < num_padded)[:, None] & (columns < num_columns)[None, :]
+        tl.store(turned + place, scaled.to(turned.dtype.element_ty), mask=written)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
