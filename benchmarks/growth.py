@@ -1,19 +1,20 @@
 """How the time of a step, the start and the memory grow with parameters, layers, micro-batches and ranks.
 
-python -m benchmarks.growth --device cuda
+python -m benchmarks.growth --device cuda --parts parameters --out benchmarks/results/growth-cuda.json
 python -m benchmarks.growth --parts layers --small --out /tmp/growth.json
-python -m benchmarks.growth --show benchmarks/results/growth.json
+python -m benchmarks.growth --show
 
 Each point is a run of `rung train`. A step is the median of those after the first ones; start and end are the
 rest of the command's time. The number of parameters is varied on the chosen device, all else on the CPU, with a thread
 for each rank, so it wants as many cores as ranks. Samples, checkpoints and the launcher's memory are those of
 benchmarks.load. The exponents are between the two largest sizes; 1 is linear. The table and the picture of
-docs/speed.md are written from the results; --show does only that.
+docs/speed.md are written from the results of all machines; --show does only that.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import statistics
@@ -24,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load import growth, rows_of, run, show
-from benchmarks.report import fill_page, machine_facts, write
-from rung.system.processes import num_cores
+from benchmarks.report import fill_marks, machine_facts, write
 from rung.system.svg import BLUE, GREEN, GREY, INK, LINE, MARGIN, ORANGE, PURPLE, RED, SKY, WIDTH, Page
 
-_PAGE, _PICTURE = Path("docs/speed.md"), Path("docs/growth.svg")
+_PAGE, _PICTURE, _RESULTS = Path("docs/speed.md"), Path("docs/growth.svg"), Path("benchmarks/results")
 _GPT = Path(__file__).parents[1] / "examples/gpt/task.py"
 _SKIPPED = 3  # first steps, which allocate
 _NOISE = 0.15  # an exponent that is larger than 1 by more counts as larger
@@ -107,7 +107,7 @@ def measure_ranks(folder: Path, device: str, small: bool) -> list[dict[str, Any]
     """Each rank has as many samples as any other number of ranks gives it."""
     rows = []
     for strategy in ("ddp", "zero3"):
-        for count in (1, 2) if small else [n for n in (1, 2, 4, 8) if n <= max(2, num_cores())]:
+        for count in (1, 2) if small else (1, 2, 4, 8):
             flags = [
                 "--set",
                 "device=cpu",
@@ -146,11 +146,26 @@ def too_fast(rows: Sequence[dict[str, Any]]) -> list[str]:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def marks(content: dict[str, Any]) -> dict[str, str]:
-    machine = content["machine"]
+def joined(files: Sequence[Path]) -> dict[str, Any]:
+    """The parts of several measurements, with the machines they were made on."""
+    found: dict[str, Any] = {"parts": {}, "machines": {}}
+    for file in files:
+        content = json.loads(file.read_text())
+        found["parts"] |= content["parts"]
+        found["machines"] |= dict.fromkeys(content["parts"], content["machine"])
+    return found
+
+
+def _where(machine: dict[str, Any]) -> str:
     where = f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}"
-    if "gpu" in machine:
-        where = f"{machine['gpu']}, {where}"
+    return f"{machine['gpu']}, {where}" if "gpu" in machine else where
+
+
+def marks(content: dict[str, Any]) -> dict[str, str]:
+    parts_on: dict[str, list[str]] = {}
+    for part, machine in content["machines"].items():
+        parts_on.setdefault(_where(machine), []).append(part)
+    where = "; ".join(f"{', '.join(parts)}: {machine}" for machine, parts in parts_on.items())
     return {"growth": f"{where}.", "growth_picture": "![steps grow no faster than what they do](growth.svg)",
             "growth_table": table(content)}  # fmt: skip
 
@@ -233,7 +248,7 @@ _COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 def _short(size: int) -> str:
     for factor, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if size >= factor:
-            return f"{size / factor:.2g}{letter}"
+            return f"{size / factor:.3g}{letter}"
     return str(size)
 
 
@@ -243,9 +258,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=list(_PARTS), default=list(_PARTS))
     parser.add_argument("--small", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/growth.json"))
-    parser.add_argument("--show", type=Path, help="write the page from these figures, and measure nothing")
+    parser.add_argument("--show", action="store_true", help="write the page from all results, and measure nothing")
     options = parser.parse_args()
-    if options.show is None:
+    if not options.show:
         content: dict[str, Any] = {
             "command": shlex.join(["python", "-m", "benchmarks.growth", *sys.argv[1:]]),
             "machine": machine_facts(options.device),
@@ -257,8 +272,9 @@ def main() -> None:
             show(part, rows)
             content["parts"][part] = {"rows": rows, "exponents": growth(rows), "too_fast": too_fast(rows)}
             write(options.out, content)
-    if (found := fill_page(_PAGE, options.show or options.out, marks)) is not None:
-        _PICTURE.write_text(picture(found))
+    content = joined(sorted(_RESULTS.glob("growth*.json")))
+    fill_marks(_PAGE, marks(content))
+    _PICTURE.write_text(picture(content))
 
 
 if __name__ == "__main__":

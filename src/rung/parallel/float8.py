@@ -183,7 +183,7 @@ def compute_in_float8(
     sentence = f"fp8: {taken} linear layers multiply in float8 with {scales}, all else computes in bf16"
     sentence += f" ({others})" if others else ""
     if not config.compile:
-        sentence += "; without --compile, scaling takes longer than such products save"
+        sentence += "; with --compile, scaling takes less of what they save"
     return sentence
 
 

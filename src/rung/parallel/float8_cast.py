@@ -45,7 +45,8 @@ def to_float8(
 
 def _largest(matrix: Tensor, dim: int) -> Tensor:
     """The largest absolute value, without a copy of the matrix where no compiler joins operations."""
-    return torch.linalg.vector_norm(matrix, float("inf"), dim, keepdim=True)
+    largest: Tensor = torch.linalg.vector_norm(matrix, float("inf"), dim, keepdim=True)
+    return largest
 
 
 def _power_of_two(largest: Tensor, kind: torch.dtype) -> Tensor:

@@ -61,7 +61,8 @@ def cast_tiles(
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# A kernel made for one row alone read what its mask leaves out (Triton 3.6).
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _tile(  # type: ignore[no-untyped-def]
     matrix, plain, turned, row_scale, column_scale, num_rows, num_columns, num_padded, row_stride, column_stride,
     row_step, column_step, most, WRITES_PLAIN: tl.constexpr, WRITES_TURNED: tl.constexpr, TILE: tl.constexpr
@@ -71,7 +72,7 @@ def _tile(  # type: ignore[no-untyped-def]
     columns = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     place = rows[:, None] * row_stride + columns[None, :] * column_stride
-    values = tl.load(matrix + place, mask=inside, other=0.0).to(tl.float32)
+    values = tl.where(inside, tl.load(matrix + place, mask=inside, other=0.0).to(tl.float32), 0.0)
     if WRITES_PLAIN:
         scale = tl.load(row_scale + rows * row_step, mask=rows < num_rows, other=0.0)
         scaled = values * scale[:, None]

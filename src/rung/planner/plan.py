@@ -165,8 +165,7 @@ def make_plan(
         rows, too_large, notes = refine(rows, estimator, measurements, progress)
         rejected += too_large
     if config.compile and not all(row.is_measured for row in rows):
-        slower = ", and fp8 looks slower than it is" if config.precision == "fp8" else ""
-        notes.append(f"--compile is not modelled: what was not measured is said as without it{slower}.")
+        notes.append("--compile is not modelled: what was not measured is said as without it.")
     if config.offload == "cpu" and cluster.device.kind == "cuda":
         notes.append(_on_offloading(cluster))
     chosen = choose(rows)
