@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from rung.data.permutation import Permutation
+from rung.distributed.torch_private import graph_breaks
 from rung.distributed.world import open_world
 from rung.runtime import build_runtime
 from rung.spec.config import RunConfig
@@ -29,6 +30,7 @@ class Outcome:
     evaluation: dict[str, float] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
 
 
 def by_hand(task: Task, config: RunConfig, micro: int | None = None, steps: list[list[Any]] | None = None) -> Outcome:
@@ -123,7 +125,9 @@ def with_rung(make_task: Any, strategy: str, config: RunConfig) -> Outcome:
 def with_rung_traced(make_task: Any, strategy: str, config: RunConfig) -> Outcome:
     """`with_rung`, with all of torch.compile but the generated code, for which a C++ compiler takes half a minute."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager")  # this process is the rank's own
-    return with_rung(make_task, strategy, config)
+    outcome = with_rung(make_task, strategy, config)
+    outcome.graph_breaks = list(graph_breaks())
+    return outcome
 
 
 def largest_difference(one: Outcome, other: Outcome) -> float:

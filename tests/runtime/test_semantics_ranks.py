@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,13 +77,33 @@ def test_activation_checkpointing_leaves_running_statistics_of_one_process_alone
 
 
 @pytest.mark.parametrize(
-    ("strategy", "run"),
-    [("ddp", with_rung_traced), slow("zero3", with_rung_traced), slow("ddp", with_rung), slow("zero3", with_rung)],
+    ("strategy", "run", "changes"),
+    [
+        ("ddp", with_rung_traced, {"activation_checkpointing": "selective"}),
+        slow("ddp", with_rung_traced, {}),
+        slow("ddp", with_rung_traced, {"activation_checkpointing": "full"}),
+        slow("zero3", with_rung_traced, {"activation_checkpointing": "selective"}),
+        slow("tp2", with_rung_traced, {"activation_checkpointing": "selective"}),
+        ("cp2", with_rung_traced, {"cp_form": "ulysses"}),
+        slow("cp2", with_rung_traced, {"cp_form": "gather"}),
+        slow("ddp", with_rung, {}),
+        slow("zero3", with_rung, {}),
+    ],
 )
-def test_compiled_models_give_the_same_numbers(strategy: str, run: Callable[..., Outcome]) -> None:
+def test_compiled_models_give_the_same_numbers(
+    strategy: str, run: Callable[..., Outcome], changes: dict[str, Any]
+) -> None:
     expected = by_hand(TASKS["gpt"](), config(steps=2))
-    found = on_ranks(run, 2, TASKS["gpt"], strategy, config(steps=2, compile=True), timeout=600)
+    found = on_ranks(run, 2, TASKS["gpt"], strategy, config(steps=2, compile=True, **changes), timeout=600)
     assert largest_difference(expected, found[0]) < 1e-9
+    assert not found[0].graph_breaks
+
+
+@pytest.mark.parametrize("mode", ["full", slow("selective")])
+def test_compiled_blocks_that_compute_again_update_their_statistics_once(mode: str) -> None:
+    chosen = config(steps=2, activation_checkpointing=mode)
+    (found,) = on_ranks(with_rung_traced, 1, TASKS["babycnn"], "single", replace(chosen, compile=True), timeout=600)
+    assert largest_difference(by_hand(TASKS["babycnn"](), chosen), found) < 1e-9
 
 
 def perceptron_task() -> Task:

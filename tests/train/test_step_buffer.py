@@ -42,3 +42,18 @@ def test_a_step_that_compiles_is_no_slow_step(monkeypatch: pytest.MonkeyPatch) -
     assert _step_row(first)["compile_seconds"] == 0.5 and "compile_seconds" not in _step_row(second)
     assert speed_figures(first)["speed/compile_seconds"] == 0.5
     assert "speed/compile_seconds" not in speed_figures(second)
+
+
+def test_code_that_is_left_uncompiled_is_told_once() -> None:
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+    with open_world(parse("single", 1), device="cpu") as world:
+        buffer = StepBuffer(world, compiles=True)
+        for step, size in ((1, 3), (2, 3), (3, 4)):
+            torch.compile(breaks, backend="eager", dynamic=False)(torch.ones(size))
+            buffer.add(LocalBatch(step, 0, [], ends_epoch=False), LocalStep(torch.tensor(1.0), None, learning_rate=0.1))
+        first, second, third = (_step_row(one) for one in buffer.records(buffer.seal()))
+    assert len(first["graph_breaks"]) == 1 and "Tensor.item()" in first["graph_breaks"][0]
+    assert "graph_breaks" not in second and "graph_breaks" not in third
+    assert "compile_seconds" in third, "it compiled again, for the same reason"

@@ -235,3 +235,13 @@ def compile_seconds() -> float:
     from torch._dynamo.utils import calculate_time_spent  # takes a second to import, which compiled code has done
 
     return calculate_time_spent()["total_wall_time"]
+
+
+def graph_breaks() -> dict[str, int]:
+    """Why torch.compile has left code of this process uncompiled so far, and how often. In public it is a log, and an
+    error where none is allowed."""
+    from torch._dynamo.utils import counters
+
+    meant = ("torch.compiler.disable", "qualname: disable", "torch.nn.parallel.distributed")  # by whom wrote that code
+    found = {reason: count for reason, count in counters["graph_break"].items() if not any(m in reason for m in meant)}
+    return {reason.partition("\n")[0].strip(): count for reason, count in found.items()}

@@ -181,6 +181,8 @@ class JobConsole:
             self._recent.append(recent)
             if row.get("compile_seconds"):
                 self.say(f"  compiled for {_number(row['compile_seconds'])} s in step {row['step']}, not counted in it")
+            for reason in row.get("graph_breaks") or ():
+                self.say(f"  torch.compile leaves a part uncompiled: {reason} (TORCH_LOGS=graph_breaks shows where)")
             self._first = self._first or (time.monotonic(), self.last_step["step"])
         elif row["event"] == "eval":
             self.last_evaluation = row

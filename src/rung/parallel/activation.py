@@ -22,6 +22,7 @@ _COSTLY_NAMES = (
     "mm",
     "addmm",
     "_scaled_mm",
+    "_grouped_mm",
     "bmm",
     "baddbmm",
     "convolution",
@@ -80,9 +81,8 @@ def _checkpointed(block: nn.Module, mode: str, around: Around | None, keep_gener
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if mode == "selective":
             first_pass, recomputing = create_selective_checkpoint_contexts(_keep_costly)  # type: ignore[no-untyped-call]
-            if not torch.compiler.is_compiling():
-                first_pass = _both(_without_autocast_cache(), first_pass)
-                recomputing = _both(_without_autocast_cache(), recomputing)
+            first_pass = _both(_without_autocast_cache(), first_pass)
+            recomputing = _both(_without_autocast_cache(), recomputing)
         else:
             first_pass, recomputing = nullcontext(), nullcontext()
         if around is not None:
@@ -93,10 +93,17 @@ def _checkpointed(block: nn.Module, mode: str, around: Around | None, keep_gener
     if mode == "selective" or around is not None or next(block.buffers(), None) is not None:
         options["context_fn"] = contexts
 
+    # In compiled code buffers change once and casts are not kept, and the compiler takes torch's own contexts alone.
+    compiled_options: dict[str, Any] = {"preserve_rng_state": keep_generators}
+    if mode == "selective":
+        compiled_options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_costly)
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, **compiled_options, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     run.is_checkpointed = True  # type: ignore[attr-defined]

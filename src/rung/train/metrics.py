@@ -293,7 +293,7 @@ def _step_row(record: StepRecord) -> dict[str, Any]:
     own = {
         key: value
         for key, value in row.items()
-        if key not in ("lrs", "staleness", "compile_seconds") or value is not None
+        if key not in ("lrs", "staleness", "compile_seconds", "graph_breaks") or value is not None
     }
     return {**own, **record.logged}
 

@@ -27,6 +27,7 @@ class StepRecord:
     event: str = "step"
     lrs: dict[str, float] | None = None  # the rate of each of several optimizers, by name; `lr` is the first one's
     compile_seconds: float | None = None  # of torch.compile, in a step in which it had something to do
+    graph_breaks: list[str] | None = None  # why it left code of the main rank uncompiled then
     staleness: int | None = None  # ps-async: updates since the gradient's weights were read
     logged: Mapping[str, float] = field(default_factory=dict)  # by the task
 

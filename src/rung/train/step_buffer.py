@@ -17,7 +17,7 @@ import torch
 
 from rung.data.batch_shard import LocalBatch
 from rung.distributed.collectives import start_gather
-from rung.distributed.torch_private import compile_seconds
+from rung.distributed.torch_private import compile_seconds, graph_breaks
 from rung.distributed.world import World
 from rung.errors import TaskError
 from rung.runtime.base import LocalStep, LoggedValue
@@ -27,8 +27,8 @@ from rung.train.records import StepRecord
 _SHORT_STEP = 0.02  # seconds
 
 
-# A step with the time marks of its start and end, and the seconds of torch.compile between them.
-_Step = tuple[LocalBatch, LocalStep, Any, Any, float]
+# A step with the time marks of its start and end, the seconds of torch.compile between them, and what that left out.
+_Step = tuple[LocalBatch, LocalStep, Any, Any, float, list[str] | None]
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,17 @@ class StepBuffer:
         self._logged: list[list[LoggedValue]] = []  # by the task, in each of them
         self._columns = FigureColumns(world)
         self._samples = samples
+        self._breaks: set[str] = set()  # that have been told
         self.skip()
         self.reports_at_once = world.device.type == "cpu"  # the same on all ranks
 
     def add(self, window: LocalBatch, result: LocalStep) -> None:
         start, compiled = self._last_mark, self._compiled
         self.skip()
-        self._pending.append((window, result, start, self._last_mark, self._compiled - compiled))
+        compiled = self._compiled - compiled
+        self._pending.append(
+            (window, result, start, self._last_mark, compiled, self._new_breaks() if compiled else None)
+        )
         self._logged.append(list(result.logged))
 
     def log(self, values: list[LoggedValue]) -> None:
@@ -75,6 +79,11 @@ class StepBuffer:
                 f"log({both.name!r}) is called in {before[both.name]}() and in {both.function}(). Rename one of them."
             )
         self._logged[-1] += values
+
+    def _new_breaks(self) -> list[str] | None:
+        new = [reason for reason in graph_breaks() if reason not in self._breaks]
+        self._breaks.update(new)
+        return new or None
 
     def skip(self) -> None:
         """Exclude the time since the last step (an evaluation) from the next step's time."""
@@ -112,7 +121,7 @@ class StepBuffer:
         if self._world.device.type == "cpu":
             self.reports_at_once = len(rows) == 1 or not self._is_patient or rows[0][-2] >= _SHORT_STEP
         records = []
-        for index, (window, result, before, mark, compiled) in enumerate(sealed.steps):
+        for index, (window, result, before, mark, compiled, breaks) in enumerate(sealed.steps):
             self._samples += window.num_global_samples
             # Compiling is no part of a step that says how long others will take.
             seconds = max(0.0, self._clock.between(before, mark) - compiled)
@@ -132,6 +141,7 @@ class StepBuffer:
                     peak_memory_bytes=int(max(row[-1] for row in rows)),
                     lrs=result.learning_rates or None,
                     compile_seconds=compiled or None,
+                    graph_breaks=breaks,
                     staleness=result.staleness,
                     logged=figures[index],
                 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,13 +21,23 @@ class RankPositions:
     num_ranks: int
     rank: int
     device: torch.device
+    # Made at once rather than when they are wanted: compiled code cannot wait for a lock, as cached properties have.
+    chunk: int = field(init=False, compare=False)  # its size
+    own: Tensor = field(init=False, repr=False, compare=False)  # this rank's positions
+    everyone: Tensor = field(init=False, repr=False, compare=False)  # those of all ranks, one after the other
+    order: Tensor = field(init=False, repr=False, compare=False)  # where each position lies in the parts of all ranks
 
-    @functools.cached_property
-    def chunk(self) -> int:
-        """The size of a chunk."""
+    def __post_init__(self) -> None:
         size = -(-self.length // (2 * self.num_ranks))
         # A part must not be as long as the whole, so that a size tells which of the two a tensor has.
-        return size + 1 if 2 * size == self.length else size
+        object.__setattr__(self, "chunk", size + 1 if 2 * size == self.length else size)
+        object.__setattr__(self, "own", self.of_rank(self.rank))
+        object.__setattr__(self, "everyone", torch.cat([self.of_rank(rank) for rank in range(self.num_ranks)]))
+        places: dict[int, int] = {}
+        for place, position in enumerate(p for rank in range(self.num_ranks) for p in self._index(rank)):
+            places.setdefault(position, place)
+        order = torch.tensor([places[position] for position in range(self.length)], device=self.device)
+        object.__setattr__(self, "order", order)
 
     @property
     def each(self) -> int:
@@ -45,24 +54,6 @@ class RankPositions:
 
     def _mirror(self, rank: int) -> int:
         return 2 * self.num_ranks - 1 - rank
-
-    @functools.cached_property
-    def own(self) -> Tensor:
-        """This rank's positions."""
-        return self.of_rank(self.rank)
-
-    @functools.cached_property
-    def everyone(self) -> Tensor:
-        """The positions of all ranks, one after the other."""
-        return torch.cat([self.of_rank(rank) for rank in range(self.num_ranks)])
-
-    @functools.cached_property
-    def order(self) -> Tensor:
-        """Where each position lies in the parts of all ranks, one after the other."""
-        places: dict[int, int] = {}
-        for place, position in enumerate(p for rank in range(self.num_ranks) for p in self._index(rank)):
-            places.setdefault(position, place)
-        return torch.tensor([places[position] for position in range(self.length)], device=self.device)
 
     def of_rank(self, rank: int) -> Tensor:
         return torch.tensor(self._index(rank), device=self.device)
