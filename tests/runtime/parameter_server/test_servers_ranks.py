@@ -57,6 +57,18 @@ def test_ps_with_two_servers_clipping_and_accumulation() -> None:
     assert max(shares) < 0.8 * sum(shares), "spread by size"
 
 
+def thawing() -> Task:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.requires_grad_(True).parameters(), lr=0.1)
+
+    return image_task(optimizer=optimizer)
+
+
+def test_what_optimizer_unfreezes_has_no_server() -> None:
+    with pytest.raises(RankFailed, match=r"frozen\.weight is frozen in model\(\) and trained after optimizer\(\)"):
+        on_ranks(with_rung, 2, thawing, "ps", CONFIG)
+
+
 def few_samples() -> Task:
     return text_task(train_data=lambda: text_data(3))
 

@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from rung.distributed.rpc import async_execution, served
 from rung.distributed.world import World
+from rung.errors import TaskError
 from rung.parallel.gradients import GradientFigures
 from rung.parallel.materialize import Weights
 from rung.runtime.base import Runtime, Traffic
@@ -125,6 +126,11 @@ class PushAndPull:
             group["params"] = []  # the servers hold the optimizer state and step the parameters
         by_server: dict[int, list[nn.Parameter]] = {}
         for name, parameter in context.trainable:
+            if name not in context.parallel.places:
+                raise TaskError(
+                    f"{context.task.name}: {name} is frozen in model() and trained after optimizer(), and what is "
+                    "frozen has no server. Unfreeze it in model()."
+                )
             by_server.setdefault(context.parallel.places[name], []).append(parameter)
         # Within a server in the model's order, which is also the order of the server's own list.
         self._by_server = dict(sorted(by_server.items()))
