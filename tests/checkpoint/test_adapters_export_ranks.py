@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from benchmarks.contenders.torchvision_operators import declare_torchvision_operators
 from rung.cli.main import main
 from rung.distributed.world import open_world
+from rung.errors import ConfigError
 from rung.runtime import build_runtime
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
@@ -169,6 +171,64 @@ def test_adapters_of_peft_are_exported_from_its_own_models(make_task: Any, tmp_p
     with open_world(parse("single", 1), device="cpu") as world:
         found = build_runtime(make_task(), world, begun).model
     assert (logits_of(found) - expected).abs().max() < 1e-6
+
+
+def dora(make: Any, targets: list[str]) -> nn.Module:
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, use_dora=True, use_rslora=True)
+    model: nn.Module = peft.get_peft_model(make(), config)
+    return model
+
+
+def dora_llama_task() -> Task:
+    return hugging_face_task(partial(dora, llama, ["q_proj", "down_proj"]))
+
+
+def dora_gpt2_task() -> Task:
+    return hugging_face_task(partial(dora, gpt2, ["c_attn", "mlp.c_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("make_task", "make", "route"),
+    [
+        (dora_llama_task, llama, [("zero3", 2, 2), ("ddp", 2, 3)]),
+        slow(dora_gpt2_task, gpt2, [("ps", 3, 2), ("pp2", 2, 3)]),
+    ],
+)
+def test_dora_is_merged_as_peft_does(make_task: Any, make: Any, route: list[Any], tmp_path: Path) -> None:
+    chosen = replace(CONFIG, precision="fp64")
+    _, state = legs(make_task, chosen, tmp_path / "run", route)
+    with open_world(parse("single", 1), device="cpu") as world:
+        model: Any = build_runtime(make_task(), world, chosen).model
+    begun, names = logits_of(model), [name for name in state if "lora_magnitude_vector" in name]
+    lengths = {name: model.state_dict()[name].clone() for name in names}
+    model.load_state_dict(state, strict=True)
+    assert names and all((state[name] - lengths[name]).abs().max() > 1e-4 for name in names)
+    assert (logits_of(model) - begun).abs().max() > 1e-3
+    base = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): value.clone()
+        for name, value in state.items()
+        if ".lora_" not in name
+    }
+    plain = make().double()
+    plain.load_state_dict(base, strict=True)
+    plain.save_pretrained(tmp_path / "base")
+    run, output = tmp_path / "run", tmp_path / "merged.safetensors"
+    rung("export", run, "--output", output, "--merge", "--base", tmp_path / "base")
+    rung("export", run, "--output", tmp_path / "peft", "--format", "peft")
+    adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "peft")
+    theirs = logits_of(model.merge_and_unload())
+    assert (logits_of(adapted) - theirs).abs().max() < 1e-9
+    found = make().double()
+    found.load_state_dict(load_file(output), strict=not found.config.tie_word_embeddings)
+    assert (logits_of(found) - theirs).abs().max() < 1e-9
+
+
+def test_another_base_for_dora_is_refused(tmp_path: Path) -> None:
+    """The lengths of the rows, with which it begins, are those of the base that model() makes."""
+    chosen = replace(CONFIG, init=str(saved(llama(), tmp_path / "base")))
+    with open_world(parse("single", 1), device="cpu") as world:
+        with pytest.raises(ConfigError, match=r"lora_magnitude_vector.* begins with the lengths .* in model"):
+            build_runtime(dora_llama_task(), world, chosen)
 
 
 @pytest.mark.parametrize("target", ["lm_head", "c_attn"])

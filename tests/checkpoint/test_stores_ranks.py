@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +140,62 @@ def test_a_run_goes_on_from_the_store_alone(
     for name in names:
         if not name.endswith(".safetensors"):
             assert b"verysecretvalue" not in machine.store.get(name, 10**7), name
+
+
+PAUSING = TASK.replace(
+    "def loss(output, target): return",
+    "def loss(output, target, pause=0.0):\n    import time; time.sleep(pause)\n    return",
+)
+
+
+def torchrun(machine: Machine, *arguments: str) -> subprocess.Popen[str]:
+    """`rung train` as two ranks of torchrun, in a process group of their own."""
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "rung", "train", "task.py", *arguments]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=machine.folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def said_by(process: subprocess.Popen[str], code: int = 0) -> str:
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == code, said
+    assert "verysecretvalue" not in said
+    return said
+
+
+@pytest.mark.parametrize("is_killed", [False, slow(True)], ids=["finished", "killed"])
+def test_ranks_of_torchrun_keep_a_run_in_a_store(
+    machine: Machine, whole: dict[str, torch.Tensor], tmp_path: Path, is_killed: bool
+) -> None:
+    (machine.folder / "task.py").write_text(PAUSING)
+    flags = ("--strategy", "ddp", "--out", machine.url, *SAVES)
+    if is_killed:
+        first = torchrun(machine, *flags, "--steps", "8", "--set", "loss.pause=0.4")
+        while 4 not in machine.steps():
+            assert first.poll() is None, said_by(first)
+            time.sleep(0.1)
+        os.killpg(first.pid, signal.SIGKILL)
+        first.communicate()
+        machine.empty_disk()
+        said = said_by(torchrun(machine, "--strategy", "fsdp", "--resume", machine.url, "--steps", "6"))
+        assert "going on after step 4" in said
+        assert "is finished" in said_by(torchrun(machine, "--resume", machine.url, "--steps", "6"))
+    else:
+        said = said_by(torchrun(machine, *flags, "--steps", "4"))
+    assert f"all of it is in {machine.url}/" in said
+    names = set(machine.store.sizes())
+    assert {"run", "config.toml", "metrics.jsonl", "model.safetensors", "logs/rank-0.log", "logs/rank-1.log"} <= names
+    machine.empty_disk()
+    machine.train("--strategy", "ddp2", "--resume", machine.url, "--steps", "8")
+    assert_same(machine.weights(tmp_path), whole)
+    rows = [json.loads(line) for line in machine.store.get("metrics.jsonl", 10**6).splitlines()]
+    assert {row["step"] for row in rows if row["event"] == "step"} == set(range(1, 9))
 
 
 def test_what_passes_is_tried_again(machine: Machine, whole: dict[str, torch.Tensor], tmp_path: Path) -> None:

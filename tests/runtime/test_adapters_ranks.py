@@ -41,7 +41,7 @@ def quick_sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_task(**changes: Any) -> Task:
-    return text_task(optimizer=quick_sgd, schedule=None, **changes)
+    return text_task(optimizer=quick_sgd, schedule=None, remote=["blocks.1", "norm"], **changes)
 
 
 def peft_task(seed: int = 0, targets: tuple[str, ...] = TARGETS, **changes: Any) -> Task:
@@ -94,12 +94,15 @@ STRATEGIES = [
     slow("pp2,fsdp2", 4),
     slow("pp2,tp2", 4),
     slow("dp", 1),
+    ("ps", 3),
+    ("rpc-pp", 2),
+    slow("ddp+ps", 4),  # of two servers, one has a frozen module alone
 ]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
 def test_adapters_train_as_those_of_peft_in_a_plain_loop(strategy: str, ranks: int) -> None:
-    chosen = RunConfig(**BASE)
+    chosen = RunConfig(**BASE, servers=2 if ranks == 4 and strategy == "ddp+ps" else None)
     expected = under_its_own_names(by_hand(peft_task(), chosen))
     assert expected.losses[0] - expected.losses[-1] > 1e-3  # or there would be nothing to see
     given = replace(chosen, lora=LORA)
@@ -134,6 +137,7 @@ def test_models_of_peft_train_as_they_are(strategy: str, ranks: int) -> None:
     [
         [("ddp", 2, 2), ("fsdp2,tp2", 4, 3), ("pp2", 2, 5)],
         slow([("zero3", 2, 1), ("tp2", 2, 2), ("zero1", 3, 4), ("single", 1, 5)]),
+        slow([("ps", 3, 2), ("ddp", 2, 3), ("rpc-pp", 2, 4), ("ddp+ps", 3, 5)]),
     ],
 )
 @pytest.mark.parametrize("made_by", ["rung", slow("peft")])

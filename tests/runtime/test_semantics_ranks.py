@@ -83,7 +83,6 @@ def test_activation_checkpointing_leaves_running_statistics_of_one_process_alone
         slow("ddp", with_rung_traced, {}),
         slow("ddp", with_rung_traced, {"activation_checkpointing": "full"}),
         slow("zero3", with_rung_traced, {"activation_checkpointing": "selective"}),
-        slow("tp2", with_rung_traced, {"activation_checkpointing": "selective"}),
         ("cp2", with_rung_traced, {"cp_form": "ulysses"}),
         slow("cp2", with_rung_traced, {"cp_form": "gather"}),
         slow("ddp", with_rung, {}),

@@ -15,12 +15,15 @@ from torch.utils.data import default_collate
 
 from rung.cli.main import main
 from rung.data.permutation import Permutation
+from rung.distributed.world import open_world
 from rung.errors import ConfigError
 from rung.launch.spawn import on_ranks
+from rung.runtime import build_runtime
 from rung.spec.compatibility import validate_config
 from rung.spec.config import RunConfig, check
 from rung.spec.strategy import parse
 from rung.spec.task import Task
+from rung.train.worker import make_batches, make_eval_batches
 from tests.checkpoints import legs
 from tests.marks import slow
 from tests.parity import by_hand, largest_difference, with_rung
@@ -76,6 +79,10 @@ def averaged_by_hand(task: Task, config: RunConfig) -> tuple[dict[str, torch.Ten
         slow("pp2", 2, "gpt"),
         slow("dp", 1, "text"),
         slow("pp2,zero1x2", 4, "gpt"),
+        ("ps", 3, "gpt"),
+        slow("ddp+ps", 3, "gpt"),
+        slow("ddp+ps", 3, "babycnn"),
+        slow("rpc-pp", 2, "gpt"),
     ],
 )
 def test_the_average_is_that_of_a_plain_loop(strategy: str, ranks: int, model: str) -> None:
@@ -105,6 +112,9 @@ def test_the_own_weights_can_be_evaluated() -> None:
         slow("pp2", 2, "gpt"),
         slow("zero1", 2, "adamw"),
         slow("pp2,fsdp2", 4, "gpt"),
+        ("ddp+ps", 3, "gpt"),
+        slow("ps", 3, "adamw"),
+        slow("rpc-pp", 2, "gpt"),
     ],
 )
 def test_the_equal_average_is_that_of_a_plain_loop(strategy: str, ranks: int, model: str) -> None:
@@ -131,6 +141,7 @@ def test_before_its_first_step_there_is_no_equal_average() -> None:
     [
         [("ddp", 2, 2), ("pp2,fsdp2", 4, 3), ("single", 1, 4)],
         slow([("zero1", 2, 1), ("zero3", 3, 2), ("tp2", 2, 3), ("ddp", 2, 4)]),
+        slow([("ps", 3, 1), ("ddp", 2, 2), ("rpc-pp", 2, 3), ("ddp+ps", 3, 4)]),
     ],
 )
 def test_the_average_goes_through_checkpoints_of_other_layouts(
@@ -168,7 +179,9 @@ def test_optimizers_see_no_average_while_they_step() -> None:
     models = [LateUser().double(), LateUser().double()]
     models[1].load_state_dict(models[0].state_dict())
     own, plain = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in models)
-    average = WeightAverage(SimpleNamespace(optimizer=own, sharded_update=None), decay=0.9)  # type: ignore[arg-type]
+    world = SimpleNamespace(barrier=lambda: None)
+    context: Any = SimpleNamespace(optimizer=own, parameters=list(models[0].parameters()), world=world)
+    average = WeightAverage(context, lambda: None, decay=0.9)
     reference = AveragedModel(models[1], multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     for _ in range(5):
         x = torch.randn(4, 3, dtype=torch.float64)
@@ -199,6 +212,26 @@ class HalfFrozen(nn.Module):
         return self.head(torch.tanh(self.body(self.embed(tokens))))
 
 
+def test_the_own_weights_are_back_after_an_evaluation_of_servers() -> None:
+    """Trainers pull the average for the evaluation, and train on with what they had."""
+    chosen = RunConfig(**{**BASE, "steps": 3})
+    losses = on_ranks(losses_beside_evaluations, 3, "ps", chosen)[0]
+    assert losses == pytest.approx(by_hand(TASKS["gpt"](), chosen).losses, abs=1e-9)
+    assert on_ranks(losses_beside_evaluations, 3, "ddp+ps", chosen)[0] == pytest.approx(losses, abs=1e-9)
+
+
+def losses_beside_evaluations(strategy: str, config: RunConfig) -> list[float]:
+    task, losses = TASKS["gpt"](), []
+    with open_world(parse(strategy, 3), device="cpu", timeout_seconds=60) as world:
+        batches = make_batches(task, config, world)
+        runtime = build_runtime(task, world, config, total_steps=batches.total_steps)
+        for window in runtime.place(batches):
+            share = world.tensors.read([runtime.step(window).loss_share])
+            losses.append(sum(row[0] for row in world.gather(share)))
+            runtime.evaluate(make_eval_batches(task, config, world))
+    return losses
+
+
 def half_frozen_task() -> Task:
     return text_task(model=HalfFrozen, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
 
@@ -216,8 +249,6 @@ def test_a_run_with_frozen_parameters_is_resumed(tmp_path: Path) -> None:
 def test_what_cannot_be_averaged_is_refused() -> None:
     with pytest.raises(ConfigError, match="--local-steps 4"):
         validate_config(RunConfig(ema=0.9, local_steps=4), parse("ddp", 2))
-    with pytest.raises(ConfigError, match="Use ddp"):
-        validate_config(RunConfig(ema=0.9), parse("ps", 3, servers=1))
     with pytest.raises(ConfigError, match="eval_weights=own is for --ema and --swa-start"):
         validate_config(RunConfig(eval_weights="own"), parse("ddp", 2))
     with pytest.raises(ConfigError, match="below 1"):
@@ -226,8 +257,6 @@ def test_what_cannot_be_averaged_is_refused() -> None:
         validate_config(RunConfig(ema=0.9, swa_start=3), parse("ddp", 2))
     with pytest.raises(ConfigError, match=r"--swa-start 9 is after the last step, 8"):
         validate_config(RunConfig(swa_start=9, steps=8), parse("ddp", 2))
-    with pytest.raises(ConfigError, match="--swa-start 2 averages weights where they are updated"):
-        validate_config(RunConfig(swa_start=2), parse("ps", 3, servers=1))
     with pytest.raises(ConfigError, match="--swa-start 2 averages the weights of every step"):
         validate_config(RunConfig(swa_start=2, local_steps=4), parse("ddp", 2))
     with pytest.raises(ConfigError, match="swa_start must be at least 1"):

@@ -124,10 +124,40 @@ def test_train_refuses_before_anything_starts(
     assert problem.format(tmp_path) in said.err and "verysecret" not in said.out + said.err
 
 
-def test_a_rank_of_torchrun_is_refused_a_store() -> None:
-    from rung.launch.train_command import _find_stored
-    from rung.system.launcher_env import LauncherRank
+def test_a_machine_without_rank_0_sends_no_file_of_an_earlier_time(tmp_path: Path) -> None:
+    """Its metrics are those with which the run was resumed; rank 0's machine writes on."""
+    from rung.launch.stored_run import FolderMirror
 
-    place = LauncherRank("torchrun", 0, 2, 0, 2, "job")
-    with pytest.raises(ConfigError, match="torchrun has started this process as a rank"):
-        _find_stored({"out": "s3://b/run"}, {}, {}, place, resume=None, resume_if_there=False)
+    url, here = f"file://{tmp_path}/store", tmp_path / "here"
+    (here / "logs").mkdir(parents=True)
+    (here / "metrics.jsonl").write_text("old\n")
+    store = Store(url)
+    store.put("metrics.jsonl", b"old\nnew\n")
+    mirror = FolderMirror(here, url, patience=1, only_new=True)
+    (here / "logs" / "rank-1.log").write_text("said")
+    mirror.finish()
+    assert store.get("metrics.jsonl", 100) == b"old\nnew\n"
+    assert store.get("logs/rank-1.log", 100) == b"said"
+    FolderMirror(here, url, patience=1).finish()
+    assert store.get("metrics.jsonl", 100) == b"old\n"
+
+
+def test_what_one_rank_finds_in_a_store_goes_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rung.launch.stored_run import StoredRun, find_stored_run
+
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/store"
+    assert not find_stored_run(url, "--out", is_new=None).goes_on
+    store = Store(url)
+    for name, content in {"run": b"abc", "config.toml": b"steps = 3\n", "metrics.jsonl": b"{}\n"}.items():
+        store.put(name, content)
+    found = find_stored_run(url, "--resume", is_new=False)
+    assert found.goes_on and not found.folder.exists(), "to look changes nothing here"
+    other = StoredRun.from_json(found.to_json())
+    assert other == found
+    other.fetch()
+    assert (other.folder / "config.toml").read_text() == "steps = 3\n"
+    written = (other.folder / "config.toml").stat().st_mtime_ns
+    other.fetch()
+    assert (other.folder / "config.toml").stat().st_mtime_ns == written
+    assert (other.folder / ".state" / "store").read_text() == url

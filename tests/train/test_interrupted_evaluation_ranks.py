@@ -85,6 +85,8 @@ def _changed(**changes: Any) -> RunConfig:
         ("pp2,fsdp2", 4, "stopped", CONFIG),
         slow("fsdp2,tp2", 4, "stopped", CONFIG),
         ("ddp", 2, "stopped", _changed(local_steps=3)),
+        slow("zero1", 2, "stopped", _changed(ema=0.5)),
+        slow("zero1", 2, "failed", _changed(ema=0.5)),
         ("single", 1, "failed", CONFIG),
         slow("zero2", 2, "failed", CONFIG),
         ("zero3", 2, "failed", CONFIG),

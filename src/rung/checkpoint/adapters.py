@@ -52,8 +52,12 @@ def merged(source: WeightSource, base: str | None) -> WeightSource:
             return value
         product = source.read(layer["B"]).double() @ source.read(layer["A"]).double()
         change = (product.T if layer["is_turned"] else product) * layer["scale"]
-        added_up: Tensor = (value.double() + change).to(found[name].dtype)
-        return added_up
+        added_up: Tensor = value.double() + change
+        if "magnitude" in layer:  # DoRA: each row gets a length of its own
+            lengths = torch.linalg.vector_norm(added_up, dim=0 if layer["is_turned"] else 1)
+            factors = source.read(layer["magnitude"]).double() / lengths
+            added_up = added_up * (factors if layer["is_turned"] else factors[:, None])
+        return added_up.to(found[name].dtype)
 
     return replace(
         source,
@@ -90,6 +94,9 @@ def as_peft(source: WeightSource) -> WeightSource:
     names: dict[str, str] = {}
     for key, (name, which) in own.items():
         names[f"{PEFT_PREFIX}{name.removeprefix(PEFT_PREFIX)}.lora_{which}.weight"] = key
+    for name, layer in layers.items():
+        if "magnitude" in layer:
+            names[f"{PEFT_PREFIX}{name.removeprefix(PEFT_PREFIX)}.lora_magnitude_vector"] = layer["magnitude"]
     for entry in source.entries:
         if is_copy(entry.key):
             names[f"{PEFT_PREFIX}{base_name(entry.key, layers)}"] = entry.key

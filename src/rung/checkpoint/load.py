@@ -37,6 +37,8 @@ from rung.spec.abilities import topology
 log = logging.getLogger("rung")
 
 _MAX_PROBLEMS = 5
+# Of one step: copies in memory are of all ranks, an emergency save is of those that were left.
+_PREFERRED = ["checkpoints", "rescue", "memory"]
 
 
 def choose(folders: Mapping[str, Path], world: World, sites: StorageTopology) -> Checkpoint | None:
@@ -47,7 +49,8 @@ def choose(folders: Mapping[str, Path], world: World, sites: StorageTopology) ->
     saved. If every checkpoint is damaged, raises CheckpointError instead of restarting at the first step.
     """
     own = [(step, kind) for kind, folder in folders.items() for step in steps_in(folder)] if sites.is_leader else []
-    candidates = sorted({(step, kind) for listed in world.gather_objects(own) for step, kind in listed}, reverse=True)
+    listed = {(step, kind) for some in world.gather_objects(own) for step, kind in some}
+    candidates = sorted(listed, key=lambda found: (found[0], _PREFERRED.index(found[1])), reverse=True)
     non_finite: list[tuple[int, str]] = []
     problems: list[str] = []
     found = _choose(candidates, folders, world, sites, problems, non_finite)

@@ -192,11 +192,13 @@ def is_adapters(content: Any) -> bool:
     if not isinstance(content, dict) or not isinstance(content.get("layers"), dict):
         return False
     kinds = {"A": str, "B": str, "scale": int | float, "is_turned": bool}
+    layers = content["layers"].values()
     return (
         all(
             isinstance(layer, dict) and all(isinstance(layer.get(key), kind) for key, kind in kinds.items())
-            for layer in content["layers"].values()
+            for layer in layers
         )
+        and all(isinstance(layer.get("magnitude", ""), str) for layer in layers)
         and isinstance(content.get("config"), dict)
         and isinstance(content.get("special"), str)
     )

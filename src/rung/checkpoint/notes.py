@@ -8,7 +8,7 @@ job stands still, so nothing here imports torch, which takes seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from rung.checkpoint.manifest import are_sizes, find_untiled, write_whole
 from rung.errors import CheckpointError
 from rung.system.untrusted import read_json
 
+UNREPORTED = "unreported"  # the key of a rank's figures of the last steps, see `train/lost_figures.py`
+Unreported = Callable[[], list[dict[str, Any]]]  # reads these figures from the device
 _MAX_NOTE = 2**28  # bytes
 _MAX_RANKS = 2**20
 
@@ -68,7 +70,8 @@ def _compose(notes: list[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     tensors = join([note["tensors"] for note in same])
     is_whole = all(find_untiled(tensor) is None for tensor in tensors.values())
-    return merge(same, tensors) if is_whole else None
+    figures = {str(note["rank"]): note[UNREPORTED] for note in same if note.get(UNREPORTED)}
+    return {**merge(same, tensors), **({UNREPORTED: figures} if figures else {})} if is_whole else None
 
 
 def _shard_of(axes: Mapping[str, int], rank: int) -> tuple[int, ...]:

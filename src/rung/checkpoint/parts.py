@@ -5,10 +5,11 @@ No rank waits for another here, so no manifest can be written. Each rank writes 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rung.checkpoint.manifest import folder_of, steps_in
-from rung.checkpoint.notes import write_note
+from rung.checkpoint.notes import UNREPORTED, Unreported, write_note
 from rung.checkpoint.plan import SharePlan
 from rung.checkpoint.rank_local_state import common_tensors, has_rank_local_state
 from rung.checkpoint.share import Position, Share, Stager, make_share
@@ -39,6 +40,7 @@ class Replicator:
 
     def __init__(self, folder: Path, runtime: Runtime, sites: StorageTopology, settings: Mapping[str, Any]) -> None:
         self._folder, self._sites = folder, sites
+        self.unreported: Callable[[], Unreported] = lambda: list
         self._stager = Stager(runtime, settings)
         self._group = host_group(runtime.world) if not sites.is_shared else None
         self._thread: threading.Thread | None = None
@@ -47,8 +49,8 @@ class Replicator:
     def keep(self, position: Position) -> None:
         """Copy the state after a step. Waits for the copy of the step before."""
         self.wait()
-        share = self._stager.stage(position)
-        self._thread = threading.Thread(target=self._write, args=(share,), name="rung-replicate")
+        share, figures = self._stager.stage(position), self.unreported()
+        self._thread = threading.Thread(target=self._write, args=(share, figures), name="rung-replicate")
         self._thread.start()
 
     def wait(self) -> None:
@@ -56,11 +58,12 @@ class Replicator:
             self._thread.join()
             self._thread = None
 
-    def _write(self, share: Share) -> None:
+    def _write(self, share: Share, figures: Unreported) -> None:
         try:
             folder = folder_of(self._folder, share.step)
             folder.mkdir(exist_ok=True)
-            note = write_note(folder, share.rank, share.write(folder), needs_all=True)
+            content = {**share.write(folder), UNREPORTED: figures()}
+            note = write_note(folder, share.rank, content, needs_all=True)
             mirror(self._sites, self._group, folder, [share.file, note])
             if self._sites.is_leader:
                 for step, path in steps_in(self._folder).items():
@@ -91,6 +94,7 @@ class EmergencySaver:
         """`is_kept`: the state at `position`, the start of the run, is already on disk."""
         self._folder, self._runtime, self._settings = folder, runtime, settings
         self.position, self._is_kept = position, is_kept
+        self.unreported: Callable[[], Unreported] = lambda: list
         self._on_gpu = runtime.world.device.type == "cuda"
         self._places = [
             (buffers_of(module), key)
@@ -148,7 +152,10 @@ class EmergencySaver:
         # If no rank drew a random number since the start, generators need not be restored, and shards are enough.
         needs_all = has_rank_local_state(runtime) or not self._first.hold() or self._cuda_has_moved()
         try:
-            write_note(folder, share.rank, share.write(folder), needs_all=needs_all)
+            content = share.write(folder)
+            with contextlib.suppress(Exception):  # a device that has failed need not answer
+                content[UNREPORTED] = self.unreported()()
+            write_note(folder, share.rank, content, needs_all=needs_all)
         except OSError:
             (folder / share.file).unlink(missing_ok=True)  # a partial file is useless, and the disk may be full
             raise

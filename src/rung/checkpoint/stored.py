@@ -72,11 +72,15 @@ class StoredCheckpoints:
         self.store.put_file(folder / file, _name(step, file))
 
     def finish(self, folder: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Send the manifest, once every file is there with its size."""
+        """Send the manifest, once every file is there with its size, after the metrics up to its step: a machine that
+        goes on from it has nothing but the store."""
         there = self.steps().get(step, {})
         for name, known in files.items():
             if there.get(name) != known["bytes"]:
                 raise StoreError(f"{self.store.at(_name(step, name))} is not there with all of its bytes.")
+        metrics = folder.parent.parent / METRICS
+        if metrics.exists():
+            self.store.put_file(metrics, METRICS)
         self.store.put(_name(step, MANIFEST), (folder / MANIFEST).read_bytes())
 
     def prune(self, keep: int, keep_every: int | None, *, newest: int, best: int | None) -> None:

@@ -22,13 +22,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from rung.distributed.mpi import backend as mpi
 from rung.distributed.status_board import StatusBoard
 from rung.distributed.store import open_store
-from rung.errors import RESUME_EXIT_CODE, EnvironmentProblem
+from rung.errors import RESUME_EXIT_CODE, EnvironmentProblem, JobFailed, StoreError
 from rung.launch.console import JobConsole
 from rung.launch.diagnostics.failure import release_room, reserve_room
 from rung.launch.diagnostics.stacks import answer_with_stack
 from rung.launch.entrypoint import exit_on_request, flush, redirect_output, report_failure, wait_for_threads
 from rung.launch.peer_monitor import REPORTED, PeerMonitor
 from rung.launch.rendezvous.elastic import ElasticPolicy, announce, retire
+from rung.launch.stored_run import FolderMirror, send_result
 from rung.system.launcher_env import (
     LauncherRank,
     describe,
@@ -77,13 +78,21 @@ class ExternalJob:
             self._store.set(key, decide())
         return bytes(self._store.get(key)).decode()
 
-    def from_leader(self, key: str, prepare: Callable[[], None]) -> None:
+    def from_leader(self, key: str, prepare: Callable[[], object]) -> None:
         """Let the first rank of each machine prepare something for all of its ranks."""
         key = f"{key}/{self.machine}"
         if self.place.local_rank == 0:
             prepare()
             self._store.set(key, "done")
         self._store.wait([key])
+
+    def wait_for_machine(self) -> None:
+        """Until all ranks of this machine are here, or for a bounded time."""
+        key, deadline = f"here/{self.machine}", time.monotonic() + _FINISH_SECONDS
+        with contextlib.suppress(RuntimeError):
+            self._store.add(key, 1)
+            while self._store.add(key, 0) < self.place.local_size and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def finish(self, print_summary: Callable[[], None]) -> None:
         """Let rank 0 print the summary before any rank exits: a launcher kills all ranks after a nonzero exit code."""
@@ -121,6 +130,7 @@ def run_rank(
         folder / "logs" / f"rank-{place.rank}.log", f"by {place.launcher}, {job.strategy}, {place.size} ranks"
     )
     console = open_console(place, terminal)
+    mirror = _start_mirror(job, place, errors)
     _use_machine(place, console)
     with contextlib.ExitStack() as shown:
         if place.is_main:
@@ -129,13 +139,15 @@ def run_rank(
 
         def show(text: str) -> None:
             shown.close()
-            errors.write(f"{printable(text, keep=LAYOUT)}\n")
-            errors.flush()
+            _print(errors, text)
+            with contextlib.suppress(StoreError):
+                # The rank that reports may not be the one that sends: that one may be dead.
+                if (rest := mirror or _mirror_of(job, place)) is not None:
+                    rest.finish()
 
         def interrupt(*_: Any) -> NoReturn:
             if place.is_main:
-                errors.write(f"interrupted in step {status.current().step}; what was written lies in {folder}\n")
-                errors.flush()
+                _print(errors, f"interrupted in step {status.current().step}; what was written lies in {folder}")
             os._exit(130)
 
         exit_on_request(status)
@@ -145,6 +157,8 @@ def run_rank(
         failure = FailureContext()
         try:
             summary = worker(job, status, failure)
+            # Before the threads end: fsspec starts some for each request.
+            problem = _send_rest(job, mirror, external, is_finished=not summary.stopped)
             wait_for_threads()
         except BaseException as error:
             try:
@@ -154,13 +168,52 @@ def run_rank(
                 os._exit(1)
         peers.stop()
     release_room(state, place.rank)
-    external.finish(lambda: print_summary(summary, console))
+    if problem is not None:
+        _print(errors, problem)
+    is_over = problem is None or summary.stopped
+    external.finish(lambda: print_summary(summary, console) if is_over else None)
     if place.local_rank == 0:
         retire(state)
     mpi.finish()
     flush()
     # Not a normal exit: it would wait without limit for threads and processes that the task left.
-    os._exit(RESUME_EXIT_CODE if summary.stopped else 0)
+    os._exit(RESUME_EXIT_CODE if summary.stopped else 0 if is_over else 1)
+
+
+def _print(file: TextIO, text: str) -> None:
+    file.write(f"{printable(text, keep=LAYOUT)}\n")
+    file.flush()
+
+
+def _start_mirror(job: RankJob, place: LauncherRank, errors: TextIO) -> FolderMirror | None:
+    """On the first rank of each machine, the thread that sends the run's files to its store."""
+    mirror = _mirror_of(job, place) if place.local_rank == 0 else None
+    if mirror is not None:
+        mirror.start(lambda text: _print(errors, text))
+    return mirror
+
+
+def _mirror_of(job: RankJob, place: LauncherRank) -> FolderMirror | None:
+    if job.store is None:
+        return None
+    patience, only_new = job.config.store_timeout, not (place.is_main or place.is_one_machine)
+    return FolderMirror(Path(str(job.run_dir)), job.store, patience=patience, only_new=only_new)
+
+
+def _send_rest(job: RankJob, mirror: FolderMirror | None, external: ExternalJob, *, is_finished: bool) -> str | None:
+    """At the end, send what has changed. Returns what is not in the store."""
+    if job.store is None:
+        return None
+    flush()
+    external.wait_for_machine()  # until their logs are whole
+    try:
+        if mirror is not None and is_finished:
+            send_result(mirror, job.store, Path(str(job.run_dir)))
+        elif mirror is not None:
+            mirror.finish()
+    except (JobFailed, StoreError) as error:
+        return str(error)
+    return None
 
 
 def _make_state(state: Path, folder: Path, place: LauncherRank, policy: ElasticPolicy) -> None:

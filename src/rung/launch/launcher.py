@@ -69,7 +69,10 @@ def launch(
     outcome: Outcome
     if (ignored := ignored_interfaces(rendezvous.interface)) is not None:
         view.say(ignored)
-    mirror = FolderMirror(folder, job.store, patience=job.config.store_timeout) if job.store is not None else None
+    mirror = None
+    if job.store is not None:
+        patience, only_new = job.config.store_timeout, not rendezvous.is_alone
+        mirror = FolderMirror(folder, job.store, patience=patience, only_new=only_new)
     with view, Signals(polite=policy.is_polite) as signals:
         try:
             if mirror is not None:

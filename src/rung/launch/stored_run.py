@@ -3,6 +3,7 @@ and the address to which its files are sent. The ranks send the checkpoints; see
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,28 +33,58 @@ class StoredRun:
     url: str
     folder: Path
     identity: bytes | None  # of the run that the store had before
+    goes_on: bool  # with that run
+
+    def fetch(self) -> None:
+        """Put the run's settings and metrics into its local folder, if it goes on. Machines may share that folder: what
+        is there already is not written again."""
+        _set_aside_another(self.folder, self.identity)
+        if not self.goes_on or self.identity is None:
+            return
+        store, state = Store(self.url), self.folder / ".state"
+        state.mkdir(parents=True, exist_ok=True)
+        config = store.get(CONFIG, _MAX_CONFIG)
+        for path, content in (
+            (state / _IDENTITY, self.identity),
+            (state / _ADDRESS, self.url.encode()),
+            (self.folder / CONFIG, config),
+        ):
+            if not path.exists() or path.read_bytes() != content:
+                path.write_bytes(content)
+        fetch_longer(store, METRICS, self.folder / METRICS)
+
+    def note_address(self) -> None:
+        """Note in the local folder where the run lies."""
+        (self.folder / ".state" / _ADDRESS).write_text(self.url)
 
     def begin(self) -> None:
-        """Note in the local folder where the run lies, and in the store which run it is. Raises if that fails: it is
-        known before any process starts whether the store can be written."""
+        """Note in the store which run it is. Raises if that fails: it is known before training whether the store can
+        be written."""
         own = (self.folder / ".state" / _IDENTITY).read_bytes()
         if self.identity not in (None, own):  # machines of one job agree on theirs
             raise ConfigError(_taken(self.url))
-        (self.folder / ".state" / _ADDRESS).write_text(self.url)
+        self.note_address()
         store = Store(self.url)
         store.put(_IDENTITY, own)
         store.put(CONFIG, (self.folder / CONFIG).read_bytes())
 
+    def to_json(self) -> str:
+        identity = self.identity.hex() if self.identity is not None else None
+        return json.dumps([self.url, str(self.folder), identity, self.goes_on])
+
+    @classmethod
+    def from_json(cls, text: str) -> StoredRun:
+        url, folder, identity, goes_on = json.loads(text)
+        return cls(url, Path(folder), bytes.fromhex(identity) if identity is not None else None, goes_on)
+
 
 def find_stored_run(address: str, flag: str, *, is_new: bool | None) -> StoredRun:
-    """The run at an address, with its settings and metrics in its local folder if it is to go on.
-
-    `is_new` says that the job begins a run, False that it goes on with one; None leaves that open.
-    """
+    """The run at an address. `is_new` says that the job begins a run, False that it goes on with one; None leaves that
+    open."""
     url = check_address(address, flag)
     if url.startswith("memory:"):
         raise ConfigError(f"{flag} {url}: the memory of one process is not that of its ranks. Use file:///DIRECTORY.")
-    store, folder = Store(url), local_folder(url)
+    store = Store(url)
     try:
         names = store.sizes()
         identity = store.get(_IDENTITY, _MAX_IDENTITY) if _IDENTITY in names else None
@@ -64,14 +95,7 @@ def find_stored_run(address: str, flag: str, *, is_new: bool | None) -> StoredRu
         raise ConfigError(_taken(url))
     if is_new is False and not is_there:
         raise ConfigError(f"there is no run in {url}: it has no {CONFIG}.")
-    _set_aside_another(folder, identity)
-    if identity is not None and is_there and not is_new:
-        (folder / ".state").mkdir(parents=True, exist_ok=True)
-        (folder / ".state" / _IDENTITY).write_bytes(identity)
-        (folder / ".state" / _ADDRESS).write_text(url)
-        (folder / CONFIG).write_bytes(store.get(CONFIG, _MAX_CONFIG))
-        fetch_longer(store, METRICS, folder / METRICS)
-    return StoredRun(url, folder, identity)
+    return StoredRun(url, local_folder(url), identity, is_there and not is_new)
 
 
 def _taken(url: str) -> str:
@@ -108,9 +132,13 @@ class FolderMirror:
     A store that fails costs a warning, and its end another; `finish` raises if something is not there at the end.
     """
 
-    def __init__(self, folder: Path, url: str, *, patience: float) -> None:
+    def __init__(self, folder: Path, url: str, *, patience: float, only_new: bool = False) -> None:
+        """`only_new`: what is there now is not sent. Of several machines, those without rank 0 may have files of an
+        earlier time, as the metrics of a run that is resumed, which rank 0's machine writes on."""
         self._folder, self._store = folder, Store(url, patience=patience)
-        self._sent: dict[str, tuple[int, int]] = {}  # time of the change and size
+        found = {path: path.stat() for path in self._files()} if only_new else {}
+        # Time of the change and size, by name.
+        self._sent = {self._name(path): (stat.st_mtime_ns, stat.st_size) for path, stat in found.items()}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_failing = False
@@ -148,7 +176,7 @@ class FolderMirror:
 
     def _send(self) -> None:
         for path in self._files():
-            name = path.relative_to(self._folder).as_posix()
+            name = self._name(path)
             try:
                 found = path.stat()
                 if self._sent.get(name) == (found.st_mtime_ns, found.st_size):
@@ -158,6 +186,9 @@ class FolderMirror:
             except OSError:  # removed or replaced meanwhile: the next round has it
                 continue
             self._sent[name] = found.st_mtime_ns, found.st_size
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._folder).as_posix()
 
     def _files(self) -> Iterator[Path]:
         for top in sorted(self._folder.iterdir()) if self._folder.is_dir() else []:

@@ -29,7 +29,7 @@ from rung.launch.rendezvous.topology import rank_of_command
 from rung.launch.signals import Interrupted, leaving_at_once
 from rung.launch.stored_run import FolderMirror, StoredRun, find_stored_run, refuse_local_part, send_result
 from rung.spec.abilities import describe_layout
-from rung.spec.config import read_toml
+from rung.spec.config import RunConfig, read_toml, resolve
 from rung.spec.task import load_task
 from rung.spec.version import VERSION
 from rung.system.disk import check_folder, writing
@@ -82,7 +82,15 @@ def train(
         # Messages of torch's C++ code do not help a user here; those of the ranks go to their logs.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         console = Console(file=sys.stdout, markup=False) if place is None else _open_console(place)
-        stored = _find_stored(flags, assignments, file, place, resume=resume, resume_if_there=resume_if_there)
+        stored, external_job = None, None
+        asked = _stored_address(flags, assignments, file, resume=resume, resume_if_there=resume_if_there)
+        if asked is not None and place is not None:
+            known = resolve(load_task(path), file=config_file, flags=flags, assignments=assignments).config
+            external_job = _open_external_job(place, known)
+            stored = _find_as_rank(external_job, asked)
+        elif asked is not None:
+            stored = find_stored_run(asked.address, asked.flag, is_new=asked.is_new)
+            stored.fetch()
         if stored is not None:  # all that follows happens in its local folder
             flags = {**flags, "out": str(stored.folder)}
             assignments = {key: value for key, value in assignments.items() if key != "out"}
@@ -110,9 +118,12 @@ def train(
         if plan.environment_note:
             _say(console, plan.environment_note)
         if run is not None and _is_done(plan, run, console):
-            if stored is not None:  # an earlier end of it may not have reached the store
+            if stored is not None and (place is None or place.is_main):
+                # An earlier end of it may not have reached the store.
                 mirror = FolderMirror(stored.folder, stored.url, patience=plan.config.store_timeout)
                 send_result(mirror, stored.url, stored.folder)
+            if external_job is not None:
+                external_job.finish(lambda: None)
             return TrainEnd(0, run)
         # Checked before machines wait for each other; `writing` reports what fails later.
         check_folder(plan.config.out if plan.config.out is not None else run or "runs", "--out")
@@ -122,7 +133,7 @@ def train(
         if warning:
             console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True, markup=False)
         if place is not None:
-            _run_as_rank(path, plan, place, run)
+            _run_as_rank(path, plan, external_job or _open_external_job(place, plan.config), run, stored)
         for attempt in range(1, _MAX_FORMINGS + 1):
             rendezvous, folder, is_new = _join_machines(plan, path, run, console, may_begin=resume_if_there)
             if stored is not None:
@@ -177,23 +188,42 @@ def _run(
     return 0
 
 
-def _run_as_rank(path: str | Path, plan: PreparedJob, place: LauncherRank, run: Path | None) -> NoReturn:
-    """Train in this process, which is one rank of several, and exit."""
+def _open_external_job(place: LauncherRank, config: RunConfig) -> ExternalJob:
     from rung.distributed.mpi.backend import leaving_on_error
-    from rung.launch.external import ExternalJob, run_rank
+    from rung.launch.external import ExternalJob
 
     with leaving_on_error():
-        external_job = ExternalJob(place, plan.config.backend, shared_key(plan.config.rdzv_key))
+        return ExternalJob(place, config.backend, shared_key(config.rdzv_key))
+
+
+def _run_as_rank(
+    path: str | Path, plan: PreparedJob, external_job: ExternalJob, run: Path | None, stored: StoredRun | None
+) -> NoReturn:
+    """Train in this process, which is one rank of several, and exit."""
+    from rung.distributed.mpi.backend import leaving_on_error
+    from rung.launch.external import run_rank
+
+    with leaving_on_error():
         folder, is_new = _agree_on_folder(path, plan, external_job, run)
         started = time.monotonic()
+        if stored is not None and external_job.place.is_main:
+            stored.begin()
+        elif stored is not None and external_job.place.local_rank == 0:
+            stored.note_address()
+        if is_store(plan.config.init):
+            init = str(plan.config.init)
+            external_job.from_leader("init", lambda: local_weights(init, "--init"))
+        job = _job(path, plan, folder, is_resumed=not is_new, stored=stored)
 
         def print_end(summary: Summary, console: Console) -> None:
             if summary.stopped:
-                _say(console, _stop_message(Stopped(summary.steps, is_saved=True), path, folder))
+                _say(console, _stop_message(Stopped(summary.steps, is_saved=True), path, job.store or folder))
             else:
                 _say_done(console, summary, folder, time.monotonic() - started)
+                if job.store is not None:
+                    _say(console, f"all of it is in {job.store}/")
 
-        run_rank(_job(path, plan, folder, is_resumed=not is_new), external_job, plan.policy, print_end)
+        run_rank(job, external_job, plan.policy, print_end)
 
 
 def _agree_on_folder(
@@ -217,33 +247,52 @@ def _agree_on_folder(
     return folder, is_new
 
 
-def _find_stored(
+@dataclass(frozen=True)
+class _StoredAddress:
+    """The place in a store that a command names, and whether a run begins there; None leaves that open."""
+
+    address: str
+    flag: str
+    is_new: bool | None
+
+
+def _stored_address(
     flags: Mapping[str, Any],
     assignments: Mapping[str, str],
     file: Mapping[str, Any],
-    place: LauncherRank | None,
     *,
     resume: str | bool | None,
     resume_if_there: bool,
-) -> StoredRun | None:
-    """The run in a store that the command names, if it names one."""
+) -> _StoredAddress | None:
+    """Where in a store the command's run lies, if it lies in one."""
     out = flags.get("out") or assignments.get("out") or file.get("out")
     if not (is_store(resume) or (is_store(out) and not isinstance(resume, str))):
         return None
     address = str(resume) if is_store(resume) else str(out)
-    if place is not None:
-        raise ConfigError(
-            f"a run in a store needs Rung's own launcher, and {place.launcher} has started this process as a rank. "
-            "Start `rung train` once on each machine (--nnodes, --rdzv), or use a directory that the ranks share."
-        )
     if is_store(resume) and out is not None and address.rstrip("/") != str(out).rstrip("/"):
         raise ConfigError(
             f"--resume {masked(resume)} and --out {masked(out)} are two places, but a run is resumed in its own. Leave "
             "--out out."
         )
     if resume is not None:
-        return find_stored_run(address, "--resume", is_new=False)
-    return find_stored_run(address, "--out", is_new=None if resume_if_there else True)
+        return _StoredAddress(address, "--resume", is_new=False)
+    return _StoredAddress(address, "--out", is_new=None if resume_if_there else True)
+
+
+def _find_as_rank(external_job: ExternalJob, asked: _StoredAddress) -> StoredRun:
+    """What rank 0 finds at the address counts for all: it may have begun the run before another rank looks there. The
+    first rank of each machine fetches what is needed."""
+    from rung.distributed.mpi.backend import leaving_on_error
+
+    def find() -> str:
+        found = find_stored_run(asked.address, asked.flag, is_new=asked.is_new)
+        found.fetch()
+        return found.to_json()
+
+    with leaving_on_error():
+        stored = StoredRun.from_json(external_job.from_main("stored", find))
+        external_job.from_leader("fetched", stored.fetch)
+    return stored
 
 
 def _job(

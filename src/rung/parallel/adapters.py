@@ -27,6 +27,7 @@ from rung.parallel.blocks import find_blocks
 from rung.parallel.linear_layers import is_conv1d, is_linear, num_inputs, num_outputs
 from rung.spec.lora import Lora
 
+_MAGNITUDE = "lora_magnitude_vector."
 _NAME = "default"  # peft's name of an adapter without a name
 # peft's `modules_to_save`: a module that is trained as a whole, in a copy beside the one that stays as it was.
 _COPY = re.compile(r"(?:^|\.)modules_to_save\.[^.]+(?=\.)")
@@ -284,6 +285,8 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
             "scale": float(layer.scaling[key]),
             "is_turned": is_conv1d(layer.base_layer),
         }
+        if (magnitude := magnitude_of(layer)) is not None:
+            described[name]["magnitude"] = f"{name}.{magnitude}"
     configs = getattr(model, "peft_config", None)
     if isinstance(configs, dict) and configs:
         config = json.loads(json.dumps(next(iter(configs.values())).to_dict(), default=_plain))
@@ -304,6 +307,13 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
     return {"layers": described, "config": config, "special": special}
 
 
+def magnitude_of(layer: Any) -> str | None:
+    """The name, in a layer, of the lengths that peft's DoRA gives to the rows of the weight with its adapter."""
+    found = [(key, p) for key, p in layer.named_parameters() if key.startswith(_MAGNITUDE)]
+    is_one = len(found) == 1 and tuple(found[0][1].shape) == (num_outputs(layer.base_layer),)
+    return found[0][0] if is_one else None
+
+
 def _special_form(model: nn.Module, layers: dict[str, Any]) -> str:
     """Why adapters are more than B A added to a weight; empty if they are not."""
     for name, layer in layers.items():
@@ -314,7 +324,8 @@ def _special_form(model: nn.Module, layers: dict[str, Any]) -> str:
         if not is_plain or any(type(one) is not nn.Linear or one.bias is not None for one in _low_rank(layer)):
             return f"the adapter at {name} is not that of a linear layer"
         own = ("base_layer.", "lora_A.", "lora_B.")
-        if other := [key for key, _ in layer.named_parameters() if not key.startswith(own)]:
+        others = [key for key, _ in layer.named_parameters() if not key.startswith(own)]
+        if other := [key for key in others if key != magnitude_of(layer)]:
             return f"the adapter at {name} has a further parameter, {other[0]}"
     for name, module in model.named_modules():
         copies = getattr(module, "modules_to_save", None)

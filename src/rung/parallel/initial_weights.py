@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rung.errors import ConfigError
-from rung.parallel.adapters import adapted_layers, base_name
+from rung.parallel.adapters import adapted_layers, base_name, magnitude_of
 
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -66,6 +66,13 @@ class InitialWeights:
         # Buffers that are not saved may be in an old file.
         every = {base_name(name, layers) for name, _ in _all_tensors(model)} - {None}
         self.match_tensors(names, every, is_partial=is_partial)
+        for name, layer in layers.items():
+            if (magnitude := magnitude_of(layer)) is not None and f"{name}.base_layer.weight" in self._names:
+                raise ConfigError(
+                    f"{self.where}: {name}.{magnitude} begins with the lengths of the rows of the base, which peft "
+                    "computes where the model is made. Load the base in model(), as from_pretrained does, and leave "
+                    "this out."
+                )
 
     def match_tensors(
         self, names: Mapping[str, tuple[list[str], Tensor]], every: Set[str | None], *, is_partial: bool

@@ -125,14 +125,12 @@ def build_runtime(
 
 def _assemble(context: RuntimeContext) -> Runtime:
     """The runtime of this rank: from the strategy's own module, or else from parts for the settings and the mesh."""
-    config = context.config
     runtime = _of_strategy(context)
-    average = averages_of(context, config)
+    average = averages_of(context, runtime.share_weights)
     if average is not None:
-        assert isinstance(runtime, StepRuntime)  # others refuse it
         runtime.averaged = average.in_place
-        if config.eval_weights == "average" and context.task.eval_data is not None:
-            runtime.parts.evaluated_weights = runtime.averaged
+        if context.config.eval_weights == "average" and context.task.eval_data is not None:
+            runtime.evaluated_weights = runtime.averaged
             context.notes.append("evaluation takes the average of the weights, eval_weights=own the last ones")
     return runtime
 

@@ -191,6 +191,7 @@ class Runtime(Protocol):
     work: Work | None  # replaces the training loop on this rank
     # With --ema: the average of the weights in their place, while the context is open.
     averaged: Callable[[], AbstractContextManager[None]] | None
+    evaluated_weights: Callable[[], AbstractContextManager[None]]  # swaps in other weights to evaluate
 
     def begin(self, start: int, batches: Batches) -> None:
         """Called once the state is that after step `start`, with the batches to come."""
@@ -217,6 +218,11 @@ class Runtime(Protocol):
     def named_weights(self, names: Names = None) -> Iterator[tuple[str, Tensor]]:
         """The module's own state dict, whole tensors on the host; empty tensors on all ranks but the main one. With
         `names` only these parameters."""
+        ...
+
+    def share_weights(self) -> None:
+        """Give the parameters that this rank's optimizer holds to the ranks that compute with them, after they were
+        changed outside of a step. All ranks call it."""
         ...
 
     def reshard(self) -> None:

@@ -153,6 +153,7 @@ class ContextRuntime:
     rank_state: RankLocalState | None = None
     work: Work | None = None
     averaged: Callable[[], AbstractContextManager[None]] | None = None
+    evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     counted_elsewhere: AbstractSet[int] = frozenset()
     copies_of_stages: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]] = ()
 
@@ -190,6 +191,10 @@ class ContextRuntime:
             "optimizer": sum(local_bytes(v) for v in state),
             "buffers": sum(local_bytes(b) for b in self.model.buffers() if not is_absent(b)),
         }
+
+    def share_weights(self) -> None:
+        if self.context.sharded_update is not None:
+            self.context.sharded_update.share_parameters()
 
     def traffic(self) -> dict[str, Traffic]:
         return {}

@@ -66,6 +66,7 @@ class StepParts:
     finalizers: list[Callable[[], None]] = field(default_factory=list)  # of gradients, after backward
     around_step: Callable[[], AbstractContextManager[Any]] = nullcontext  # open from before forward until after update
     evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext  # swaps in other weights to evaluate
+    share_weights: Callable[[], None] | None = None  # of `Runtime`, where servers hold them
     rank_state: RankLocalState | None = None
     counted_elsewhere: AbstractSet[int] = frozenset()
     copies_of_stages: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]] = ()
@@ -86,7 +87,7 @@ class StepRuntime(ContextRuntime):
         self.parts = parts
         self.rank_state, self.counted_elsewhere = parts.rank_state, parts.counted_elsewhere
         self.stages, self.replica_threads = parts.stages, parts.replica_threads
-        self.copies_of_stages = parts.copies_of_stages
+        self.copies_of_stages, self.evaluated_weights = parts.copies_of_stages, parts.evaluated_weights
         self._probe_traffic: dict[str, Traffic] = {}  # no traffic of a step
         self._takes_closure = takes_closure(context.optimizer)
         self._placement = BatchPlacement(context.world, context.config)
@@ -197,7 +198,7 @@ class StepRuntime(ContextRuntime):
     @torch.no_grad()
     def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:
         context, world = self.context, self.world
-        with self.parts.evaluated_weights():
+        with self.evaluated_weights():
             share_buffers(context)
             self.model.eval()
             sums: Measured = {}
@@ -219,6 +220,9 @@ class StepRuntime(ContextRuntime):
 
     def named_weights(self, names: Names = None) -> Iterator[tuple[str, Tensor]]:
         return self.parts.named_weights(names)
+
+    def share_weights(self) -> None:
+        (self.parts.share_weights or super().share_weights)()
 
     def state_bytes(self) -> dict[str, int]:
         return {**super().state_bytes(), **self.parts.further_bytes()}

@@ -1,12 +1,13 @@
 """An average of the weights, as torch.optim.swa_utils computes it: exponential (`--ema`) or equal (`--swa-start`).
 
 It lies in the optimizer's state of each parameter, under a key of its own: so it is sharded as that is, is part of
-checkpoints, and goes to any other layout. Each rank averages what it updates, and nothing is sent.
+checkpoints, and goes to any other layout. Each rank averages what it updates, and nothing is sent until the average is
+put in the weights' place: for an evaluation, or to save it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,23 +19,28 @@ from rung.parallel.combined_optimizer import parameters_of, stepped_parameters
 from rung.parallel.gather import local_part
 from rung.runtime.base import AVERAGE
 from rung.runtime.context import RuntimeContext
-from rung.spec.config import RunConfig
 
 _UPDATES = "updates"  # the key of the number of updates, which checkpoints keep
 
 
-def averages_of(context: RuntimeContext, config: RunConfig) -> WeightAverage | None:
+def averages_of(context: RuntimeContext, share: Callable[[], None]) -> WeightAverage | None:
+    config = context.config
     if config.ema is not None:
-        return WeightAverage(context, decay=config.ema)
-    return WeightAverage(context, start=config.swa_start) if config.swa_start is not None else None
+        return WeightAverage(context, share, decay=config.ema)
+    return WeightAverage(context, share, start=config.swa_start) if config.swa_start is not None else None
 
 
 class WeightAverage:
     """Averages the weights after each update of the optimizer, and puts the average in their place for a while."""
 
-    def __init__(self, context: RuntimeContext, *, decay: float | None = None, start: int = 1) -> None:
-        """With `decay` an exponential average, else an equal one; of the weights from the update `start` on."""
-        self._optimizer, self._update = context.optimizer, context.sharded_update
+    def __init__(
+        self, context: RuntimeContext, share: Callable[[], None], *, decay: float | None = None, start: int = 1
+    ) -> None:
+        """With `decay` an exponential average, else an equal one; of the weights from the update `start` on. `share`
+        gives what this rank's optimizer holds to the ranks that compute with it (`Runtime.share_weights`)."""
+        self._optimizer, self._share, self._world = context.optimizer, share, context.world
+        held = {id(parameter) for parameter in parameters_of(self._optimizer)}
+        self._from_others = [parameter for parameter in context.parameters if id(parameter) not in held]
         self._combine: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._start, self._counts = start, decay is None
         self._updates = 0
@@ -77,12 +83,21 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While inside, the model has the average for its weights. Collective under zero1."""
+        """While inside, the model has the average for its weights. All ranks enter and leave together.
+
+        An error may end it on one rank alone. So each rank puts back its own weights by itself.
+        """
+        kept = [parameter.detach().clone() for parameter in self._from_others]
         self._swap()
         try:
+            self._share()
             yield
         finally:
             self._swap()
+            with torch.no_grad():
+                for parameter, value in zip(self._from_others, kept, strict=True):
+                    parameter.copy_(value)
+        self._world.barrier()  # trainers go on when all servers have their own weights again
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -93,5 +108,3 @@ class WeightAverage:
                 kept = own.clone()
                 own.copy_(other)
                 other.copy_(kept)
-        if self._update is not None:
-            self._update.share_parameters()

@@ -147,18 +147,8 @@ _SENDS_CALLS = {
     "trace": Refusal("{name} sends calls between processes or threads, which are not traced.", "Use {stand_in}."),
 }
 _ONE_LOSS = Refusal("{asked}: {name} trains all parameters with one loss.", "Use ddp, zero1 to zero3, hsdp or tp.")
-_NO_AVERAGE = Refusal(
-    "{asked} averages weights where they are updated, and under {name} servers or stages do that by calls.",
-    "Use {stand_in}, or leave it out.",
-)
 _OVER_RPC = {
-    "lora": Refusal(
-        "{asked} trains few weights beside frozen ones, and under {name} servers or stages hold them by calls.",
-        "Use {stand_in}, or leave it out.",
-    ),
     "turns": _ONE_LOSS,
-    "ema": _NO_AVERAGE,
-    "swa": _NO_AVERAGE,
     "fp16": Refusal(
         "{name} updates parameters on ranks without a loss, which cannot detect an overflow of gradients.",
         "Use --precision bf16 or fp32.",

@@ -14,6 +14,7 @@ import os
 import re
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -134,7 +135,7 @@ class Store:
 
     def get_file(self, name: str, path: Path) -> None:
         """Write an object to a file, which is there as a whole afterwards, or not at all."""
-        partial = path.with_name(f".{path.name}.partial")
+        partial = path.with_name(f".{path.name}.{_unique()}.partial")  # machines may share this folder
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._attempt(
@@ -168,8 +169,12 @@ class Store:
                 return
             folder, _, last = path.rpartition("/")
             self._files.makedirs(folder, exist_ok=True)
-            write(f"{folder}/.{last}.partial")
-            os.replace(f"{folder}/.{last}.partial", path)
+            partial = f"{folder}/.{last}.{_unique()}.partial"
+            try:
+                write(partial)
+                os.replace(partial, path)
+            finally:
+                Path(partial).unlink(missing_ok=True)
 
         try:
             self._attempt(f"{self.at(name)} could not be written", attempt)
@@ -198,6 +203,10 @@ class Store:
                 raise StoreError(f"{failure}: {text}.")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _unique() -> str:
+    return uuid.uuid4().hex[:8]
 
 
 class _Ticks:

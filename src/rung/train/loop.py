@@ -50,6 +50,7 @@ class Persistence:
     checkpointing: Checkpointing | None = None
     at_end: Callable[[int], None] | None = None  # is called with the last step, after all saves
     resume_check: ResumeCheck | None = None
+    lost: Sequence[StepRecord] = ()  # steps up to the start whose lines a failed run did not write
 
 
 def run(
@@ -94,13 +95,15 @@ class _Loop:
         self._evaluation, self._facts = evaluation, outputs.facts
         self._observers, self._status, self._profiler = outputs.observers, outputs.status, outputs.profiler
         self._start, self._at_end, self._resume_check = persistence.start, persistence.at_end, persistence.resume_check
-        self._checkpointing = persistence.checkpointing
+        self._checkpointing, self._lost = persistence.checkpointing, persistence.lost
         self._position = self._start
         self._heartbeat = Heartbeat(world, self._status, lambda: peak_memory_bytes(world))
         self._buffer = StepBuffer(world, self._start.samples, is_patient=config.log_every > 1, compiles=config.compile)
         self._pending: PendingFetch | None = None
         self._last: StepRecord | None = None
         self._measured: EvalRecord | None = None
+        if self._checkpointing is not None:
+            self._checkpointing.save_unreported(self._buffer.unreported)
         self._finite_check = FiniteCheck(config, world, self._checkpointing)
         self._same_windows = SameWindows(world, batches)
         self._replica_check = ReplicaCheck(runtime, config, self._checkpointing)
@@ -108,6 +111,8 @@ class _Loop:
     def run(self) -> Summary:
         for observer in self._observers:
             observer.on_start({"total_steps": self._batches.total_steps, **self._facts}, self._start.step)
+            if self._lost:
+                observer.on_steps(list(self._lost))
         started, config = time.perf_counter(), self._config
         self._hooks.call("on_start", self._observers)
         self._buffer.skip()

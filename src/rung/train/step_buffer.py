@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from rung.checkpoint.notes import Unreported
 from rung.data.batch_shard import LocalBatch
 from rung.distributed.collectives import start_gather
 from rung.distributed.torch_private import compile_seconds, graph_breaks
@@ -22,6 +24,7 @@ from rung.distributed.world import World
 from rung.errors import TaskError
 from rung.runtime.base import LocalStep, LoggedValue
 from rung.train.figures import FigureColumns, Sums, fetch_sums
+from rung.train.lost_figures import OwnFigures
 from rung.train.records import StepRecord
 
 _SHORT_STEP = 0.02  # seconds
@@ -55,6 +58,7 @@ class StepBuffer:
         self._clock = _StepClock(world)
         self._pending: list[_Step] = []
         self._logged: list[list[LoggedValue]] = []  # by the task, in each of them
+        self._sealed: deque[tuple[list[_Step], list[list[LoggedValue]]]] = deque(maxlen=2)
         self._columns = FigureColumns(world)
         self._samples = samples
         self._breaks: set[str] = set()  # that have been told
@@ -65,9 +69,10 @@ class StepBuffer:
         start, compiled = self._last_mark, self._compiled
         self.skip()
         compiled = self._compiled - compiled
-        self._pending.append(
-            (window, result, start, self._last_mark, compiled, self._new_breaks() if compiled else None)
-        )
+        breaks = self._new_breaks() if compiled else None
+        # Without the samples, which would stay on the device.
+        window = replace(window, micro_batches=[replace(micro, data=None) for micro in window.micro_batches])
+        self._pending.append((window, result, start, self._last_mark, compiled, breaks))
         self._logged.append(list(result.logged))
 
     def log(self, values: list[LoggedValue]) -> None:
@@ -92,6 +97,8 @@ class StepBuffer:
 
     def seal(self) -> PendingFetch:
         steps, self._pending = self._pending, []
+        if steps:
+            self._sealed.append((steps, self._logged))
         logged, self._logged = fetch_sums(self._world, self._logged), []
         if not steps:
             return PendingFetch([], list)
@@ -107,6 +114,36 @@ class StepBuffer:
         seconds = self._clock.between(steps[0][2], steps[-1][3]) / len(steps)
         memory = float(peak_memory_bytes(self._world))
         return [*losses, *waits, *self._columns.columns(logged), *norms, seconds, memory]
+
+    def unreported(self) -> Unreported:
+        """The last steps on this rank. Those that were sealed last are among them: the main rank may have failed before
+        it had their figures."""
+        groups = [*self._sealed, (list(self._pending), list(self._logged))]
+        steps = [step for some, _ in groups for step in some]
+        logged = [values for _, some in groups for values in some]
+
+        def read() -> list[dict[str, Any]]:
+            memory, sums, found = peak_memory_bytes(self._world), fetch_sums(self._world, logged)(), []
+            for (window, result, before, mark, compiled, _), own in zip(steps, sums, strict=True):
+                figures = OwnFigures(
+                    step=window.step,
+                    epoch=window.epoch,
+                    num_samples=window.num_global_samples,
+                    loss=self._world.tensors.read([result.loss_share])[0],
+                    grad_norm=None if result.grad_norm is None else self._world.tensors.read([result.grad_norm])[0],
+                    lr=result.learning_rate,
+                    lrs=result.learning_rates,
+                    seconds=max(0.0, self._clock.between(before, mark) - compiled),
+                    compile_seconds=compiled,
+                    wait_seconds=window.wait_seconds,
+                    memory_bytes=memory,
+                    staleness=result.staleness,
+                    logged=own,
+                )
+                found.append(figures.as_json())
+            return found
+
+        return read
 
     def records(self, sealed: PendingFetch) -> list[StepRecord]:
         """The records of sealed steps. Collective: all ranks call it at the same steps."""

@@ -43,10 +43,11 @@ from rung.train.checkpointing import Checkpointing, find_state, is_protected
 from rung.train.first_step import check_first_step
 from rung.train.job import RankJob
 from rung.train.loop import Outputs, Persistence, run
+from rung.train.lost_figures import lost_records
 from rung.train.metrics import JsonLines, LiveFile, Observer, TensorBoard
 from rung.train.oom import is_out_of_memory, memory_lines
 from rung.train.profiler import Profiler
-from rung.train.records import Summary
+from rung.train.records import StepRecord, Summary
 from rung.train.resume_check import ResumeCheck
 from rung.train.same_windows import bad_samples_of, count_exchange
 from rung.train.sample_order import order_of, refuse_other_data, token_batches_of
@@ -130,7 +131,10 @@ def _train(job: RankJob, task: Task, world: World, status: StatusWriter, failure
         if config.check:
             metrics = folder.path / "metrics.jsonl"
             resumed = ResumeCheck.after(metrics, checkpoint, world, config, restarted=job.restarted)
-        persistence = Persistence(start, checkpointing, at_end, resumed)
+        lost: list[StepRecord] = []
+        if checkpoint is not None and world.is_main:
+            lost = lost_records(checkpoint.manifest, folder.path / "metrics.jsonl")
+        persistence = Persistence(start, checkpointing, at_end, resumed, lost)
         outputs = _open_outputs(outputs, folder, job, world, start, settings)
     runtime.begin(start.step, batches)
     try:

@@ -52,9 +52,21 @@ def test_ps_equals_one_process(name: str) -> None:
 def test_ps_with_two_servers_clipping_and_accumulation() -> None:
     config = replace(CONFIG, servers=2, clip=0.05, micro_batch=3)
     results = compare(TASKS["images"], "ps", 4, config, trainers=2)
-    shares = [r.bytes["parameters"] for r in results[:2]]
-    assert sum(shares) == results[2].bytes["parameters"]
+    shares, frozen = [r.bytes["parameters"] for r in results[:2]], (7 + 1) * 7 * 8
+    assert sum(shares) == results[2].bytes["parameters"] - frozen
     assert max(shares) < 0.8 * sum(shares), "spread by size"
+
+
+def thawing() -> Task:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.requires_grad_(True).parameters(), lr=0.1)
+
+    return image_task(optimizer=optimizer)
+
+
+def test_what_optimizer_unfreezes_has_no_server() -> None:
+    with pytest.raises(RankFailed, match=r"frozen\.weight is frozen in model\(\) and trained after optimizer\(\)"):
+        on_ranks(with_rung, 2, thawing, "ps", CONFIG)
 
 
 def few_samples() -> Task:
@@ -253,12 +265,13 @@ def rows(folder: Path, event: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("servers", [slow(1), 2])
 def test_without_staleness_ps_async_is_one_process(task_file: Path, servers: int) -> None:
     """Batch norm's statistics, the schedule, the norm and the evaluation included."""
-    settings: dict[str, Any] = {"epochs": 3, "clip": 0.5}
+    settings: dict[str, Any] = {"epochs": 3, "clip": 0.5, "ema": 0.8, "lora": "r=2,targets=first"}
     one = finished(task_file, "single", 1, "one", **settings)
     many = finished(task_file, "ps-async", 2 + servers, "many", staleness=0, servers=servers, **settings)
-    expected, found = load_file(one / "model.safetensors"), load_file(many / "model.safetensors")
-    assert list(expected) == list(found)
-    assert max((found[n].double() - v.double()).abs().max() for n, v in expected.items()) < 1e-9
+    for name in ("model.safetensors", "average.safetensors"):
+        expected, found = load_file(one / name), load_file(many / name)
+        assert list(expected) == list(found)
+        assert max((found[n].double() - v.double()).abs().max() for n, v in expected.items()) < 1e-9
     for event, keys in (("step", ("loss", "grad_norm", "lr", "samples")), ("eval", ("loss", "accuracy", "step"))):
         pairs = list(zip(rows(one, event), rows(many, event), strict=True))
         assert max(abs(a[key] - b[key]) for a, b in pairs for key in keys) < 1e-9

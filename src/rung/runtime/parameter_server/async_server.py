@@ -39,7 +39,7 @@ def keep_server_state(weights: Weights, world: World) -> dict[str, int]:
     Returns the server of each tensor."""
     model = weights.model
     assert model is not None
-    places = place_parameters(model, world.layout.servers)
+    places = place_parameters(model, world.layout.servers, frozen=True)  # trainers take no part in checkpoints
     places |= {name: 0 for name, _ in model.named_buffers()}
     if world.role.is_server:
         weights.keep_only(lambda name: places[name] == world.rank)
@@ -271,12 +271,16 @@ class AsyncServer(ContextRuntime):
     def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:
         numbers = [window.step for window in windows]
         found: Measured = {}
-        if self._endpoint.scheduler is not None:
-            results = self._endpoint.scheduler.measure(numbers)
-            for number in numbers:
-                add_measured(found, results[number])
-        pairs = {name: value for name, value in found.items() if isinstance(value, tuple)}
-        return figures_of_set(self.world, pairs, found)
+        with self.evaluated_weights():
+            if self._endpoint.scheduler is not None:
+                results = self._endpoint.scheduler.measure(numbers)
+                for number in numbers:
+                    add_measured(found, results[number])
+            pairs = {name: value for name, value in found.items() if isinstance(value, tuple)}
+            return figures_of_set(self.world, pairs, found)
+
+    def share_weights(self) -> None:
+        self.world.barrier()  # until all servers have them; trainers pull them for each window
 
     def is_consistent(self) -> bool:
         """Whether every dispatched window is applied. Called when the run is to stop, so it stops the dispatch."""

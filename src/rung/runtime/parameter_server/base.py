@@ -63,6 +63,10 @@ class ServerEndpoint(Protocol):
         """Release the trainers, after the update."""
         ...
 
+    def share(self, parameters: list[nn.Parameter]) -> None:
+        """Let the trainers compute with the parameters as they are now. All ranks take part."""
+        ...
+
 
 class ServerRuntime(ContextRuntime):
     """A rank that holds parameters and computes no loss. A step waits for all trainers."""
@@ -78,7 +82,7 @@ class ServerRuntime(ContextRuntime):
 
     def step(self, window: LocalBatch, *, want_norm: bool = False) -> LocalStep:
         own, max_norm = self.context.parameters, self.context.config.clip
-        with self.clock.begin(0.0):
+        with self.clock.begin(0.0), self.context.default_type():  # the norm of no parameters, too, is in fp64
             self.context.enter("update")
             with self.clock.waiting():
                 self._endpoint.collect(own)
@@ -97,7 +101,7 @@ class ServerRuntime(ContextRuntime):
 
     def probe(self, window: LocalBatch) -> Probe:
         own = [(name, p) for name, p in self.context.trainable if not is_absent(p)]
-        with self.clock.begin(0.0):
+        with self.clock.begin(0.0), self.context.default_type():
             self._endpoint.collect(self.context.parameters)
             figures = gradient_figures(self.context.trainable, self.world.device)
             for _, parameter in own:
@@ -107,9 +111,13 @@ class ServerRuntime(ContextRuntime):
 
     @torch.no_grad()
     def evaluate(self, windows: Iterable[LocalBatch]) -> dict[str, float]:
-        for _ in windows:  # the loop checks between windows whether to stop, in step on all ranks
-            self.context.status.touch()
-        return figures_of_set(self.world, {}, {})
+        with self.evaluated_weights():
+            for _ in windows:  # the loop checks between windows whether to stop, in step on all ranks
+                self.context.status.touch()
+            return figures_of_set(self.world, {}, {})
+
+    def share_weights(self) -> None:
+        self._endpoint.share(self.context.parameters)
 
     def named_weights(self, names: Names = None) -> Iterator[tuple[str, Tensor]]:
         return collect_weights(self.context, names)

@@ -134,7 +134,7 @@ class ModuleEndpoint:
             inputs, results = self._open[key][:num_inputs], self._open[key][num_inputs:]
         if not inputs:
             return []
-        pairs = [(r, g.to(r.device)) for r, g in zip(results, gradients, strict=True) if g is not None]
+        pairs = _with_gradients(results, gradients)
         found = torch.autograd.grad(
             [r for r, _ in pairs], inputs, [g for _, g in pairs], retain_graph=True, allow_unused=True
         )  # `collect` runs backward on the same graph again
@@ -157,12 +157,9 @@ class ModuleEndpoint:
             gradients = gradients_of[key]
             results = calls[key][len(calls[key]) - len(gradients) :]
             # Trainers scale their losses by their number, because DDP averages the dense gradients.
-            pairs = [
-                (r, g.to(r.device) / self._num_trainers)
-                for r, g in zip(results, gradients, strict=True)
-                if g is not None
-            ]
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=parameters)
+            pairs = [(r, g / self._num_trainers) for r, g in _with_gradients(results, gradients)]
+            if pairs and parameters:  # else all of the server's modules are frozen
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=parameters)
         self._context.unused.check(set())
 
     def answer(self, parameters: list[nn.Parameter]) -> None:
@@ -170,6 +167,15 @@ class ModuleEndpoint:
             futures, self._finished = self._finished, []
         for future in futures:
             future.set_result(None)
+
+    def share(self, parameters: list[nn.Parameter]) -> None:
+        self._context.world.barrier()  # trainers call the modules here
+
+
+def _with_gradients(results: list[Tensor], gradients: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    """The results through which something is trained, with their gradients."""
+    pairs = zip(results, gradients, strict=True)
+    return [(r, g.to(r.device)) for r, g in pairs if g is not None and r.requires_grad]
 
 
 def _endpoint() -> ModuleEndpoint:
@@ -319,7 +325,7 @@ def module_trainer_parts(context: RuntimeContext) -> StepParts:
     parts = mesh_parts(context)
     calls = ModuleCalls(context)
     parts.update = finish = FinishStep(context)
-    parts.gradient_figures = finish.finish_probe
+    parts.gradient_figures, parts.share_weights = finish.finish_probe, context.world.barrier
     parts.finalizers.append(calls.wait_for_backward)
     parts.named_weights = partial(trainer_weights, context)
     parts.traffic = lambda: calls.traffic

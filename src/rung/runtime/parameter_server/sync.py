@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from rung.distributed.rpc import async_execution, served
 from rung.distributed.world import World
+from rung.errors import TaskError
 from rung.parallel.gradients import GradientFigures
 from rung.parallel.materialize import Weights
 from rung.runtime.base import Runtime, Traffic
@@ -28,10 +29,10 @@ from rung.spec.task import Task
 Gradients = list[Tensor | None]
 
 
-def place_parameters(model: nn.Module, num_servers: int) -> dict[str, int]:
-    """The server of each parameter, frozen ones too. Buffers stay with trainers, whose forward changes them."""
-    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    return place_by_size(sizes, num_servers)
+def place_parameters(model: nn.Module, num_servers: int, *, frozen: bool = False) -> dict[str, int]:
+    """The server of each parameter that is trained, or with `frozen` of all. Trainers have the others, and buffers."""
+    kept = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
+    return place_by_size({name: p.numel() * p.element_size() for name, p in kept}, num_servers)
 
 
 def build(context: RuntimeContext) -> Runtime:
@@ -85,6 +86,10 @@ class SyncEndpoint:
         for future in futures:
             future.set_result(values)
 
+    def share(self, parameters: list[nn.Parameter]) -> None:
+        self.collect(parameters)  # no gradients: the trainers only pull
+        self.answer(parameters)
+
 
 @async_execution  # type: ignore[untyped-decorator]
 def push(trainer: int, gradients: Gradients) -> Future[list[Tensor]]:
@@ -104,7 +109,7 @@ def sync_trainer_parts(context: RuntimeContext) -> StepParts:
     parts = whole_model_parts(context)
     push_and_pull = PushAndPull(context)
     parts.update = push_and_pull
-    parts.gradient_figures = push_and_pull.push_for_probe
+    parts.gradient_figures, parts.share_weights = push_and_pull.push_for_probe, push_and_pull.pull
     parts.averaging = 1.0  # servers sum the gradients, without a mean
     parts.named_weights = partial(trainer_weights, context)
     parts.traffic = lambda: push_and_pull.traffic
@@ -121,6 +126,11 @@ class PushAndPull:
             group["params"] = []  # the servers hold the optimizer state and step the parameters
         by_server: dict[int, list[nn.Parameter]] = {}
         for name, parameter in context.trainable:
+            if name not in context.parallel.places:
+                raise TaskError(
+                    f"{context.task.name}: {name} is frozen in model() and trained after optimizer(), and what is "
+                    "frozen has no server. Unfreeze it in model()."
+                )
             by_server.setdefault(context.parallel.places[name], []).append(parameter)
         # Within a server in the model's order, which is also the order of the server's own list.
         self._by_server = dict(sorted(by_server.items()))
@@ -136,14 +146,21 @@ class PushAndPull:
         with context.clock.waiting():
             answers = [future.wait() for future in futures]
         context.updates.begin()
-        with torch.no_grad():
-            for parameters, values in zip(self._by_server.values(), answers, strict=False):
-                self.traffic["pull"].add(num_bytes(values))
-                for parameter, value in zip(parameters, values, strict=True):
-                    parameter.copy_(value)
-                    parameter.grad = None
+        self._take(answers)
         context.updates.end()
         return norm
+
+    def pull(self) -> None:
+        """Take the parameters as the servers have them now, without an update. There are no gradients to push."""
+        self._take([future.wait() for future in self._push()])
+
+    @torch.no_grad()
+    def _take(self, answers: list[list[Tensor]]) -> None:
+        for parameters, values in zip(self._by_server.values(), answers, strict=False):
+            self.traffic["pull"].add(num_bytes(values))
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+                parameter.grad = None
 
     def push_for_probe(self) -> GradientFigures:
         """Let the servers sum the gradients; they tell the figures, and update nothing."""
