@@ -29,6 +29,7 @@ from rung.parallel.context.blocks import ContextParallel, plan_context
 from rung.parallel.dropout import NoDropout, turn_off_dropout, without_dropout
 from rung.parallel.experts.balance import WholeBatchBalance
 from rung.parallel.experts.dispatch import ExpertPlan, find_experts, plan_experts, share_out
+from rung.parallel.experts.rows import RowCounter
 from rung.parallel.experts.lists import find_lists
 from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.float8 import compute_in_float8
@@ -62,6 +63,7 @@ class ParallelModel:
     plan: TensorPlan | None = None
     experts: ExpertPlan | None = None
     balance: WholeBatchBalance | None = None
+    rows: RowCounter | None = None
     stages: Stages | None = None
     parts: list[StagePart] = field(default_factory=list)
     forward_tracer: ForwardTracer | None = None
@@ -119,8 +121,10 @@ def parallelize(
     if not config.dropout:
         turn_off_dropout(model)
 
+    # In compiled code a count would end the graph at each layer; under ep the graph ends there as it is.
+    rows = RowCounter(model, world) if layout.ep > 1 or not config.compile else None
     heads = heads_to_chunk(weights, world, config, task, run, example)
-    parallel = ParallelModel(model, notes, roots=[model])
+    parallel = ParallelModel(model, notes, roots=[model], rows=rows)
     if blocks_on_host:
         parallel.host_weights = HostWeights(world.device)
     if layout.is_composed or layout.cp > 1:
@@ -191,6 +195,9 @@ def parallelize(
     chunk_heads(model, heads, config, world)
     _make_units(parallel, weights, world, config, blocks)
     parallel.notes += settle_heads(model, heads, config, world, parallel.plan.styles if parallel.plan else {})
+    if rows is not None:
+        lists = parallel.experts.lists if parallel.experts is not None else []
+        rows.install(model, {one.call.name: one.is_recording for one in lists})
     return parallel
 
 

@@ -96,6 +96,7 @@ class StepRuntime(ContextRuntime):
 
     def step(self, window: LocalBatch, *, want_norm: bool = False) -> LocalStep:
         context, is_first = self.context, self.context.is_first_step
+        context.step_log.want_rows(want_norm)  # the figures of the step are read, or it is saved
         with self._computing(window):
             buffers = context.own_buffers.versions() if is_first else {}
             # Before the schedule's step in `update` changes them.
@@ -119,7 +120,10 @@ class StepRuntime(ContextRuntime):
                 if self.parallel.is_divided:
                     context.own_buffers.refuse_created(buffers)
                 context.is_first_step = False
-        return LocalStep(total_of(shares), norm_of(norms), rate, rates, logged=context.step_log.take())
+            rows = context.step_log.take_rows()
+            context.step_log.want_rows(False)
+        logged = context.step_log.take()
+        return LocalStep(total_of(shares), norm_of(norms), rate, rates, logged=logged, rows=rows)
 
     def probe(self, window: LocalBatch) -> Probe:
         context, figures = self.context, self.parts.gradient_figures

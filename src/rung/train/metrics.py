@@ -13,7 +13,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,7 +88,7 @@ class JsonLines:
         self._put({"event": "end", **facts})
 
     def on_steps(self, records: list[StepRecord]) -> None:
-        self._put(*map(_step_row, records))
+        self._put(*(row for record in records for row in _rows_of(record)))
 
     def on_evaluation(self, record: EvalRecord) -> None:
         row = {"event": "eval", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, **record.metrics}
@@ -289,13 +289,19 @@ def rank_figures(live: JobSnapshot) -> dict[str, float]:
 def _step_row(record: StepRecord) -> dict[str, Any]:
     """The line of a step: its own figures, then those that the task logs."""
     row = asdict(record)
-    del row["logged"]
+    del row["logged"], row["experts"]
     own = {
         key: value
         for key, value in row.items()
         if key not in ("lrs", "staleness", "compile_seconds") or value is not None
     }
     return {**own, **record.logged}
+
+
+def _rows_of(record: StepRecord) -> Iterator[dict[str, Any]]:
+    yield _step_row(record)
+    if record.experts:  # a line of its own, as it may be long: who reads steps need not parse it
+        yield {"event": "experts", "step": record.step, "layers": record.experts}
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

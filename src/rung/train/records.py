@@ -29,6 +29,7 @@ class StepRecord:
     compile_seconds: float | None = None  # of torch.compile, in a step in which it had something to do
     staleness: int | None = None  # ps-async: updates since the gradient's weights were read
     logged: Mapping[str, float] = field(default_factory=dict)  # by the task
+    experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # rows of each, by layer; where counted
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,10 @@ class SharedList:
         experts.__class__ = FSDPExpertList
         self.is_unit = True
 
+    def is_recording(self) -> bool:
+        """Whether an expert is now called with this rank's own rows, and for the first time."""
+        return self._passes.is_recording
+
     @property
     def foreign(self) -> set[str]:
         """The names of the experts on other ranks."""

@@ -87,6 +87,11 @@ class TwoPasses:
             expert.forward = self._stand_in(number, expert.forward)
         self.caller.forward = torch.compiler.disable(self._around(self.caller.forward))  # type: ignore[no-untyped-call]
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether this is the first pass, in which experts are called as the module's own code calls them."""
+        return self._recorded is not None
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """While inside, experts compute what they are called with."""

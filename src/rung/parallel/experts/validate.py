@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class ExpertCall:
     weight: Key | None  # by which the results are multiplied; it does so itself
     numbers: tuple[str, ...]  # attributes with the number of experts
     width: int  # of a row of its result
+    multiplies: bool = False  # whether a weight of 0 is known to give a result of 0
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows of hidden values, the experts of each row, and their weights."""
@@ -118,6 +120,28 @@ def prove(call: Call, num_ranks: int) -> ExpertCall | str:
         if not problem:
             return attempt
     return problem
+
+
+def weight_multiplies(
+    found: ExpertCall, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ExpertCall:
+    """The call, with whether a choice of weight 0 adds nothing, on random numbers."""
+    if found.weight is None:
+        return found
+    width = found.hidden_values(args, kwargs).shape[-1]
+    small, divisor = _scaled_down(module, found.num_experts, width)
+    index = torch.arange(_NUM_ROWS) % found.num_experts
+    for dtype in _CLOSE:
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=dtype)
+        shapes = {name: (len(p), *(size // divisor for size in p.shape[1:])) for name, p in small.named_parameters()}
+        parameters = {name: draw(shape) for name, shape in shapes.items()}
+        rows, weight = draw((_NUM_ROWS, width // divisor)), torch.zeros(_NUM_ROWS, dtype=dtype)
+        try:
+            result = run_rows(small, parameters, found, args, kwargs, rows, index, weight)
+        except (NotImplementedError, RuntimeError):  # no kernel of grouped products for float64
+            continue
+        return replace(found, multiplies=not bool(result.any()))
+    return found
 
 
 def _arguments_of(call: Call) -> ExpertCall | str:
