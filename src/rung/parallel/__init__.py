@@ -29,8 +29,8 @@ from rung.parallel.context.blocks import ContextParallel, plan_context
 from rung.parallel.dropout import NoDropout, turn_off_dropout, without_dropout
 from rung.parallel.experts.balance import WholeBatchBalance
 from rung.parallel.experts.dispatch import ExpertPlan, find_experts, plan_experts, share_out
-from rung.parallel.experts.rows import RowCounter
 from rung.parallel.experts.lists import find_lists
+from rung.parallel.experts.rows import RowCounter
 from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.float8 import compute_in_float8
 from rung.parallel.float8_gather import gather_in_float8
@@ -196,8 +196,9 @@ def parallelize(
     _make_units(parallel, weights, world, config, blocks)
     parallel.notes += settle_heads(model, heads, config, world, parallel.plan.styles if parallel.plan else {})
     if rows is not None:
-        lists = parallel.experts.lists if parallel.experts is not None else []
-        rows.install(model, {one.call.name: one.is_recording for one in lists})
+        shared = parallel.experts.lists if parallel.experts is not None else []
+        is_recording = {one.call.name: one.is_recording for one in shared}
+        rows.install(model, is_recording, context.is_even if context is not None else None)
     return parallel
 
 

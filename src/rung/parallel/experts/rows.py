@@ -1,4 +1,4 @@
-"""How many rows each expert of a model gets, and how many choices reach none, counted where the model calls its experts.
+"""How many rows each expert of a model gets, and how many choices reach none, counted where the model calls them.
 
 Each rank counts what its own rows choose, before anything is sent, so the sums over all ranks are those of one process
 under every strategy. Counts stay on the device until the figures of the step are read, and steps whose figures nobody
@@ -17,18 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from rung.distributed import fake_world
+from rung.distributed.torch_private import tree_map_only
 from rung.distributed.world import World
 from rung.parallel.blocks import describe
+from rung.parallel.dropout import NoDropout
 from rung.parallel.experts.lists import callers_of_lists
-from rung.parallel.experts.validate import ExpertCall, num_experts_of, prove, weight_multiplies
+from rung.parallel.experts.validate import ExpertCall, arguments_of, num_experts_of, prove, weight_multiplies
 from rung.parallel.forward_trace import Call, tensors_of
+from rung.parallel.random_proof import isolated
 
 _FURTHER = 2  # columns of a layer after those of its experts: what is offered to it, and what is lost or empty
 
 
 @dataclass(frozen=True)
 class CountedRows:
-    """The counts of a step on this rank: for each layer those of its experts, then `_FURTHER`."""
+    """The counts of a step on this rank: for each layer those of its experts, then `_FURTHER`; at the end whether rows
+    were left out because this rank cannot tell which are its own."""
 
     layers: Mapping[str, tuple[int, bool]]  # the number of experts, and whether they are a list
     counts: Tensor
@@ -38,6 +42,8 @@ class CountedRows:
         out."""
         found: dict[str, dict[str, Any]] = {}
         start = 0
+        if counts[-1]:
+            return found
         for name, (num_experts, is_list) in self.layers.items():
             rows = [int(count) for count in counts[start : start + num_experts]]
             offered, rest = (int(count) for count in counts[start + num_experts : start + num_experts + _FURTHER])
@@ -61,13 +67,15 @@ class RowCounter:
         self.counted = True  # the runtime sets it to False while a stand-in sample passes
         self._device = world.device
         self._found: list[tuple[str, list[tuple[int, Tensor | float]]]] = []
-        # Servers take no part in a step. Ranks of a tensor group have the same rows, of which the first counts.
-        is_on = world.tensors.has_values and not world.layout.servers
-        self._is_first = world.layout.coordinates(world.rank)["tp"] == 0
+        is_on = world.tensors.has_values and not world.layout.servers  # which take no part in a step
+        self._layout, self._rank = world.layout, world.rank
+        self._is_even: Callable[[], bool | None] = lambda: None
+        self._is_partial = False
         self._lists = callers_of_lists(model) if is_on else {}
         # The modules as they are now: the proof of how one is called needs its whole shapes.
         self._whole: dict[str, nn.Module] = {}
         self._calls: dict[str, ExpertCall | str] = {}
+        self._unproven: dict[str, Call] = {}
         self.layers: dict[str, tuple[int, bool]] = {}
         for name, module in model.named_modules():
             if not is_on or type(module).__module__.startswith("torch.nn."):
@@ -80,11 +88,18 @@ class RowCounter:
         self._lists = {name: caller for name, caller in self._lists.items() if "expert" in name.rpartition(".")[2]}
         self.layers |= {name: (len(list(model.get_submodule(name).children())), True) for name in self._lists}
 
-    def install(self, model: nn.Module, is_recording: Mapping[str, Callable[[], bool]]) -> None:
-        """Watch the calls. `is_recording`: of lists whose experts are called several times for each row, whether this is
-        the call that counts."""
-        if not self._is_first:
-            return
+    def install(
+        self,
+        model: nn.Module,
+        is_recording: Mapping[str, Callable[[], bool]],
+        is_even: Callable[[], bool | None] | None = None,
+    ) -> None:
+        """Watch the calls. `is_recording`: of lists whose experts are called several times for each row, whether this
+        is the call that counts. `is_even`: whether no rank has a position of a sequence that another has, too; None
+        where sequences are whole."""
+        if self._layout.coordinates(self._rank)["tp"] > 0:
+            return  # ranks of a tensor group have the same rows, and the first counts
+        self._is_even = is_even or self._is_even
         for name, (num_experts, is_list) in self.layers.items():
             module = model.get_submodule(name)
             if not is_list:
@@ -97,18 +112,24 @@ class RowCounter:
 
     def take(self) -> CountedRows | None:
         """The counts since the last call; None if they were not wanted."""
+        self._prove()
         found, self._found = self._found, []
         if not self.is_wanted or not self.layers:
             return None
         starts, width = {}, 0
         for name, (num_experts, _) in self.layers.items():
             starts[name], width = width, width + num_experts + _FURTHER
-        total = torch.zeros(width, dtype=torch.float64)
+        total = torch.zeros(width + 1, dtype=torch.float64)
+        total[width], self._is_partial = float(self._is_partial), False
         places: list[int] = []
         numbers: list[Tensor] = []
         on_device = total.to(self._device)
         for name, entries in found:
+            num_experts, is_list = self.layers[name]
+            call = self._calls.get(name)
             for column, number in entries:
+                if not is_list and (not isinstance(call, ExpertCall) or (column > num_experts and not call.multiplies)):
+                    continue  # the proof has failed
                 place = starts[name] + column
                 if not isinstance(number, Tensor):
                     total[place] += number
@@ -125,18 +146,29 @@ class RowCounter:
 
     def _watch(self, module: nn.Module, count: Callable[..., None]) -> None:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.is_wanted and self.is_open and self.counted and not any(map(fake_world.is_fake, tensors_of(output))):
+            is_on = self.is_wanted and self.is_open and self.counted
+            if is_on and not any(map(fake_world.is_fake, tensors_of(output))) and self._are_own():
                 with torch.no_grad():
                     count(args, kwargs, output)
 
         module.register_forward_hook(torch.compiler.disable(hook), with_kwargs=True)  # type: ignore[no-untyped-call]
+
+    def _are_own(self) -> bool:
+        """Whether the rows of a call are counted on this rank, of those that share samples."""
+        is_even = self._is_even()
+        if is_even is None:
+            return self._layout.is_first_of_samples(self._rank)
+        self._is_partial = self._is_partial or not is_even
+        return is_even
 
     def _count_choices(self, name: str) -> Callable[..., None]:
         """Of experts that are one module, called with the numbers that rows have chosen."""
 
         def count(args: Any, kwargs: Any, output: Any) -> None:
             if name not in self._calls:
-                self._calls[name] = self._prove(name, args, kwargs, output)
+                args_, kwargs_, output_ = tree_map_only(Tensor, _shape_of, (args, kwargs, output))
+                self._unproven[name] = example = Call(0, name, self._whole[name], args_, kwargs_, output_)
+                self._calls[name] = arguments_of(example)
             call = self._calls[name]
             if isinstance(call, str):
                 return
@@ -149,7 +181,7 @@ class RowCounter:
                 0, torch.where(is_known, chosen, num_experts), torch.ones_like(chosen)
             )
             entries: list[tuple[int, Tensor | float]] = [(0, rows[:num_experts]), (num_experts, chosen.numel())]
-            if weight is not None and call.multiplies:
+            if weight is not None:
                 entries.append((num_experts + 1, ((weight.detach().flatten() == 0) & is_known).sum()))
             self._found.append((name, entries))
 
@@ -164,8 +196,8 @@ class RowCounter:
             rows = _rows_of(args, kwargs)
             if rows is None or not is_recording():
                 return
-            empty = (rows.detach() == 0).all(-1).sum()  # places of a capacity that no row has taken
-            self._found.append((name, [(number, _num_rows(rows)), (num_experts + 1, empty)]))
+            taken = (rows.detach() != 0).any(-1).sum()  # others are places of a capacity that no row has taken
+            self._found.append((name, [(number, taken), (num_experts + 1, _num_rows(rows) - taken)]))
 
         return count
 
@@ -179,16 +211,22 @@ class RowCounter:
 
         return count
 
-    def _prove(self, name: str, args: Any, kwargs: Any, output: Any) -> ExpertCall | str:
-        """What the arguments mean, proven as for `ep`; once for modules that are alike."""
-        whole = self._whole[name]
-        alike = next((one for one in self._calls if describe(self._whole[one]) == describe(whole)), None)
-        if alike is not None:
-            return self._calls[alike]
-        with torch.autocast("cpu", enabled=False), torch.autocast(self._device.type, enabled=False):
-            with torch.enable_grad():
-                found = prove(Call(0, name, whole, args, kwargs, output), 2)
-            return found if isinstance(found, str) else weight_multiplies(found, whole, args, kwargs)
+    def _prove(self) -> None:
+        """Prove what the arguments of calls mean, as for `ep`. Not in the forward pass, where operations of the proof
+        could be taken for the model's own."""
+        proven: dict[Any, ExpertCall | str] = {}
+        for name, call in self._unproven.items():
+            found, key = self._calls[name], (describe(call.module), len(call.args), *call.kwargs)
+            if not isinstance(found, str) and key not in proven:
+                with isolated(), NoDropout():  # the model goes on with the random numbers that it would have drawn
+                    found = prove(call, 2)
+                    proven[key] = found if isinstance(found, str) else weight_multiplies(found, call)
+            self._calls[name] = proven.get(key, found)
+        self._unproven = {}
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _rows_of(args: Any, kwargs: Any) -> Tensor | None:

@@ -104,7 +104,7 @@ def part_of(num_experts: int, num_ranks: int, rank: int) -> range:
 
 def prove(call: Call, num_ranks: int) -> ExpertCall | str:
     """How the experts of a call are shared out among `num_ranks`; or why they cannot be."""
-    found = _arguments_of(call)
+    found = arguments_of(call)
     if isinstance(found, str):
         return found
     if len(part_of(found.num_experts, num_ranks, num_ranks - 1)) == 0:
@@ -122,14 +122,13 @@ def prove(call: Call, num_ranks: int) -> ExpertCall | str:
     return problem
 
 
-def weight_multiplies(
-    found: ExpertCall, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> ExpertCall:
-    """The call, with whether a choice of weight 0 adds nothing, on random numbers."""
+def weight_multiplies(found: ExpertCall, call: Call) -> ExpertCall:
+    """The same, with whether a choice of weight 0 adds nothing, on random numbers."""
     if found.weight is None:
         return found
+    args, kwargs = call.args, call.kwargs
     width = found.hidden_values(args, kwargs).shape[-1]
-    small, divisor = _scaled_down(module, found.num_experts, width)
+    small, divisor = _scaled_down(call.module, found.num_experts, width)
     index = torch.arange(_NUM_ROWS) % found.num_experts
     for dtype in _CLOSE:
         draw = partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=dtype)
@@ -144,7 +143,8 @@ def weight_multiplies(
     return found
 
 
-def _arguments_of(call: Call) -> ExpertCall | str:
+def arguments_of(call: Call) -> ExpertCall | str:
+    """What the arguments of a call look like, without a proof; or why they look like nothing that could be shared."""
     num_experts = num_experts_of(call.module)
     assert num_experts is not None
     named: dict[Key, Any] = dict([*enumerate(call.args), *call.kwargs.items()])
