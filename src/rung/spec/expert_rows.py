@@ -78,4 +78,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"

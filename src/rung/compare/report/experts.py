@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rung.compare.report.data import Comparison
-from rung.compare.report.marks import figure, figures, picture, rows_with_index, share, text, text_at
+from rung.compare.report.marks import figure, figures, picture, rows_with_index, scrolled, share, text, text_at
 from rung.spec.expert_rows import LayerRows
 from rung.system.svg import element, title
 
 _HEIGHT, _GAP = 16.0, 3.0  # of a layer
 _MOST_LAYERS, _MOST_CELLS = 64, 256  # of a map
 _LONGEST_NAME = 28  # characters
-_DARKEST = 2.0  # at least so many even shares have the full colour
+_FULLEST = 2.0  # at least so many even shares have the full colour
 
 Layers = tuple[LayerRows, ...]
 
@@ -28,7 +28,7 @@ def draw_experts(comparison: Comparison) -> str:
     if not groups:
         return ""
     body = "".join(
-        f"<h3>{text(', '.join(names))}<span class='value'>step {step}</span></h3>" + _map(names, step, layers)
+        f'<h3>{text(", ".join(names))}<span class="value">step {step}</span></h3>' + _map(names, step, layers)
         for (step, layers), names in groups.items()
     )
     table = figures(
@@ -42,10 +42,10 @@ def draw_experts(comparison: Comparison) -> str:
         ],
     )
     caption = (
-        "The rows of each expert: the darker, the more of its layer's. Where all choose evenly, all cells are alike; "
-        "a white cell has no row."
+        "The rows of each expert: the stronger its colour, the more of its layer's rows. An even choice colours all "
+        "cells alike, and an expert without rows has none."
     )
-    return figure("experts", "Experts", caption, body + table, wide=True)
+    return figure("experts", "Experts", caption, scrolled("experts", body) + table, wide=True)
 
 
 def _ends(layer: LayerRows) -> tuple[str, str]:
@@ -57,13 +57,13 @@ def _map(names: Sequence[str], step: int, layers: Layers) -> str:
     known = [layer for layer in layers if layer.total]
     worst = sorted(known, key=lambda layer: -layer.unevenness)[:_MOST_LAYERS]
     shown = [layer for layer in known if layer in worst]
-    darkest = max([_DARKEST, *(layer.unevenness for layer in shown)])
+    fullest = max([_FULLEST, *(layer.unevenness for layer in shown)])
     marks: list[str] = []
     for number, layer in enumerate(shown):
         y = number * (_HEIGHT + _GAP)
         name = layer.name if len(layer.name) <= _LONGEST_NAME else f"...{layer.name[3 - _LONGEST_NAME :]}"
         marks.append(text_at(0, y + 12, name, anchor="end", dx=-8))
-        marks += _cells(layer, y, darkest)
+        marks += _cells(layer, y, fullest)
         marks.append(text_at(1, y + 12, layer.spread(), style="tiny", dx=8))
     height = len(shown) * (_HEIGHT + _GAP)
     label = f"{', '.join(names)}, step {step}: " + "; ".join(f"{layer.name}: {layer.spread()}" for layer in shown)
@@ -72,7 +72,7 @@ def _map(names: Sequence[str], step: int, layers: Layers) -> str:
     return picture(marks, height, label, style="experts") + more
 
 
-def _cells(layer: LayerRows, y: float, darkest: float) -> list[str]:
+def _cells(layer: LayerRows, y: float, fullest: float) -> list[str]:
     each = -(-len(layer.rows) // _MOST_CELLS)
     starts = range(0, len(layer.rows), each)
     marks = []
@@ -82,6 +82,6 @@ def _cells(layer: LayerRows, y: float, darkest: float) -> list[str]:
         which = f"expert {start}" if len(own) == 1 else f"experts {start} to {start + len(own) - 1}"
         tip = f"{layer.name}, {which}: {sum(own):,} rows, {share(sum(own) / layer.total)}, {evenly:.2f} x an even share"
         x, width = f"{100 * place / len(starts):.3f}%", f"{100 / len(starts):.3f}%"
-        style = {"class_": "mark box heat", "fill_opacity": f"{min(1.0, evenly / darkest):.3f}"}
+        style = {"class_": "mark box heat", "fill_opacity": f"{min(1.0, evenly / fullest):.3f}"}
         marks.append(element("rect", title(tip), x=x, y=f"{y:g}", width=width, height=_HEIGHT, **style))
     return marks

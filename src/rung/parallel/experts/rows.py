@@ -123,7 +123,7 @@ class RowCounter:
         total[width], self._is_partial = float(self._is_partial), False
         places: list[int] = []
         numbers: list[Tensor] = []
-        on_device = total.to(self._device)
+        on_device = torch.zeros_like(total, device=self._device)
         for name, entries in found:
             num_experts, is_list = self.layers[name]
             call = self._calls.get(name)
