@@ -33,7 +33,7 @@ _STALL_SECONDS = 20.0  # without progress of any rank, before a line says so
 _SILENT_SECONDS = 300.0  # after the last update of a run on another machine
 _MAX_CHARACTERS = 40  # of a figure that is not a number
 _EXPERT_LOADS = ("expert_load_max", "expert_rank_load_max")
-_MOST_LAYERS, _MOST_BARS = 6, 64  # of experts
+_MOST_LAYERS, _MOST_BARS = 6, 32  # of experts
 _BARS = " ▁▂▃▄▅▆▇█"
 _PHASES = ("data", "forward", "backward", "update")
 _MAX_METRICS = 2**34  # bytes; about a hundred million steps
@@ -214,7 +214,7 @@ def draw(view: RunView, num_rows: int) -> RenderableType:
         parts.append(Text(printable(_figures(view))))
         if loads := _expert_loads(view):
             parts.append(Text(printable(loads)))
-        parts += [Text(printable(line), no_wrap=True) for line in _expert_rows(view)]
+        parts += [Text(printable(line)) for line in _expert_rows(view)]
     parts += [Text(printable(line)) for line in _events(view)]
     live = view.live
     if live is not None and live.ranks:
@@ -294,7 +294,7 @@ def _expert_rows(view: RunView) -> list[str]:
         each = -(-len(layer.rows) // _MOST_BARS)
         sums = [sum(layer.rows[start : start + each]) for start in range(0, len(layer.rows), each)]
         bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // max(sums))] for count in sums)
-        together = f" (a bar is {each} experts)" if each > 1 else ""
+        together = f" ({each} a bar)" if each > 1 else ""
         lost = f", {layer.lost()}" if layer.lost() else ""
         lines.append(f"  {layer.name:{width}}  |{bars}|  {layer.spread()}{lost}{together}")
     if len(layers) > len(shown):

@@ -66,18 +66,15 @@ def by_hand(make_task: Callable[[], Task]) -> dict[str, list[int]]:
         if not name.endswith("experts"):
             continue
         if not isinstance(module, torch.nn.ModuleList):
-            num_experts = len(next(module.parameters()))
+            size = len(next(module.parameters()))
             module.register_forward_pre_hook(
-                lambda _, args, name=name, num_experts=num_experts: count(
-                    name, args[1].flatten().bincount(minlength=num_experts).tolist()
-                )
+                lambda _, args, name=name, size=size: count(name, args[1].flatten().bincount(minlength=size).tolist())
             )
             continue
         for number, expert in enumerate(module):
+            places = [int(place == number) for place in range(len(module))]
             expert.register_forward_pre_hook(
-                lambda _, args, name=name, place=number, num_experts=len(module): count(
-                    name, [len(args[0]) if place == n else 0 for n in range(num_experts)]
-                )
+                lambda _, args, name=name, places=places: count(name, [place * len(args[0]) for place in places])
             )
     inputs, _ = default_collate(shuffled(task, CONFIG)[0])
     model(inputs)
