@@ -88,6 +88,7 @@ class Probe:
     loss_share: Tensor
     gradients: GradientFigures | None
     changes_state: bool = False  # whether forward changed buffers or attributes of modules, which were put back
+    draws: bool = False  # whether it drew random numbers of the host, dropout aside
 
 
 @dataclass

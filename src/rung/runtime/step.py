@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rung.data.batch_shard import LocalBatch, MicroBatch
-from rung.data.rng import DeviceGenerators
+from rung.data.rng import DeviceGenerators, GeneratorMarks
 from rung.parallel.dropout import NoDropout, turn_off_dropout
 from rung.parallel.gradients import GradientFigures
 from rung.parallel.module_state import ModuleState
@@ -132,6 +132,7 @@ class StepRuntime(ContextRuntime):
         context.scaler, context.is_probing = None, True
         turn_off_dropout(self.model)
         kept.begin()
+        marks = GeneratorMarks()
         try:
             with self._computing(window), NoDropout():
                 shares = []
@@ -146,9 +147,9 @@ class StepRuntime(ContextRuntime):
             for parameter in self.model.parameters():
                 parameter.grad = None
             self.reshard()
-            changed = kept.restore()
+            changed, draws = kept.restore(), not marks.hold()
             generators.restore()
-        return replace(found, changes_state=changed)
+        return replace(found, changes_state=changed, draws=draws)
 
     @contextmanager
     def _computing(self, window: LocalBatch) -> Iterator[None]:
