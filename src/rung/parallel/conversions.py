@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rung.errors import ModelError
+from rung.parallel.trace_errors import user_line
 
 
 @contextmanager
@@ -21,6 +23,7 @@ def conversions_in_forward() -> Iterator[None]:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.is_floating_point() and (made := tensor.to(*args, **kwargs)) is not tensor:
                 raise ModelError(
+                    f"{user_line(traceback.extract_stack())}\n"
                     f"forward converts {type(module).__name__}.{name} from {_kind(tensor)} to {_kind(made)}, and the "
                     "optimizer and other ranks have it as it was. Convert a copy (F.linear(x, weight.to(...))), train "
                     "in the type that the model asks for, or use a strategy that leaves the model whole, as ddp does."

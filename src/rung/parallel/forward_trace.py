@@ -99,7 +99,7 @@ def trace_forward(
         watched = [(name, module) for name, module in model.named_modules() if is_watched(name, module)]
         undo += [_observe(module, name, flow, known) for name, module in watched]
         try:
-            with flow, conversions_in_forward():
+            with flow, conversions_in_forward(), fake_world.numbers_in_words():
                 output = run()
             flow.find_leaks(tensors_of(output), None)
             flow.note_replaced("", model, None)

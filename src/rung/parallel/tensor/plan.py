@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from rung.distributed.torch_private import Dropout
-from rung.errors import StrategyError
+from rung.errors import StrategyError, TaskError
 from rung.parallel.blocks import BlockReuse, describe, fold
 from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.forward_trace import Call, tensors_of
@@ -63,7 +63,11 @@ def make_plan(
         pairs = check_styles(survey, styles)
     elif carried := carried_plan(survey.model):
         source, styles = "model", match_carried(survey, carried)
-        pairs = check_styles(survey, styles)
+        try:
+            pairs = check_styles(survey, styles)
+        except TaskError as error:  # which the user cannot change, and no number of ranks would help
+            survey.notes.append(f"the model's own plan does not hold, so that a plan is derived: {error}")
+            source, styles, pairs = "derived", {}, []
     else:
         source, styles, pairs = "derived", {}, []
     if source != "task":
