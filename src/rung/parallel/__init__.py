@@ -31,6 +31,7 @@ from rung.parallel.experts.balance import WholeBatchBalance
 from rung.parallel.experts.dispatch import ExpertPlan, find_experts, plan_experts, share_out
 from rung.parallel.experts.lists import find_lists
 from rung.parallel.experts.rows import RowCounter
+from rung.parallel.experts.two_passes import ListCall
 from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.float8 import compute_in_float8
 from rung.parallel.float8_gather import gather_in_float8
@@ -44,7 +45,7 @@ from rung.parallel.sharding import Sharding, choose_units, gathered_type, withou
 from rung.parallel.tensor.apply import apply_sequence_parallel, apply_tensor_plan
 from rung.parallel.tensor.experts import without_experts
 from rung.parallel.tensor.overlap import overlap_messages
-from rung.parallel.tensor.plan import TensorPlan, make_plan, plan_adapters
+from rung.parallel.tensor.plan import TensorPlan, make_plan, plan_adapters, plan_outside
 from rung.parallel.tensor.survey import Survey
 from rung.spec.abilities import compiles_blocks
 from rung.spec.config import RunConfig
@@ -136,14 +137,28 @@ def parallelize(
     if layout.tp > 1 or layout.ep > 1:
         assert parallel.forward_tracer is not None
         experts = find_experts(parallel.forward_tracer, layout.ep if layout.ep > 1 else layout.tp, example)
+    lists: dict[str, ListCall | str] = {}
+    if layout.ep > 1:
+        assert parallel.forward_tracer is not None
+        lists = find_lists(parallel.forward_tracer, layout.ep, example)
     if layout.tp > 1:
-        parallel.plan = _plan_tensors(parallel, task, world, config, example, reuse, experts)
+        plan = _plan_tensors(parallel, task, world, config, example, reuse, experts)
+        callers = {one.caller for one in lists.values() if isinstance(one, ListCall)}
+        parallel.plan = plan_outside(plan, callers)
+        if callers and config.sequence_parallel:
+            raise StrategyError(
+                f"--sequence-parallel gives each tensor rank a part of a sequence, and {min(callers)}, which calls "
+                "experts that ep shares out, needs the whole. Leave it out."
+            )
+        if callers:
+            notes.append(
+                f"tensor parallel: {', '.join(fold(callers))} are whole on every rank: ep shares out the experts that "
+                "they call"
+            )
     if layout.pp > 1:
         parallel.stages = _split(parallel, weights, world, config, task, example)
     context = _plan_context(parallel, world, config, blocks, example) if layout.cp > 1 else None
     if layout.ep > 1:
-        assert parallel.forward_tracer is not None
-        lists = find_lists(parallel.forward_tracer, layout.ep, example)
         parallel.experts = plan_experts(experts, lists, model, world, config.expert_load)
         notes += parallel.experts.notes
         _share_out_lists(parallel, weights)

@@ -202,9 +202,23 @@ def test_a_model_that_calls_experts_itself_has_no_block_to_recompute() -> None:
         build_runtime(text_task(model=Listed), world, config, total_steps=1)
 
 
-def test_experts_in_a_list_are_not_cut_twice() -> None:
-    with pytest.raises(StrategyError, match="shared out by ep or cut by tp, not both"):
-        shared_out(partial(Model, Layer), "ep2,tp2", 4)
+def test_what_calls_experts_in_a_list_is_whole_on_the_ranks_of_a_tensor_group() -> None:
+    parallel = shared_out(partial(Model, Layer), "ep2,tp2", 4)
+    assert parallel.plan is not None and parallel.experts is not None
+    caller = parallel.experts.lists[0].call.caller
+    assert not any(name.startswith(caller) for name in parallel.plan.styles)
+    assert any("ep shares out the experts that they call" in note for note in parallel.notes)
+
+
+def test_a_list_that_the_model_itself_calls_is_not_shared_out_with_tp() -> None:
+    with pytest.raises(ModelError, match="what calls them stays whole"):
+        shared_out(Listed, "ep2,tp2", 4)
+
+
+def test_a_list_that_ep_shares_out_is_not_within_cut_sequences() -> None:
+    config = RunConfig(batch_size=8, device="cpu", sequence_parallel=True)
+    with open_fake_world(parse("ep2,tp2", 4)) as world, pytest.raises(StrategyError, match="Leave it out"):
+        build_runtime(text_task(model=partial(Model, Layer)), world, config, total_steps=1)
 
 
 class Remembering(Layer):

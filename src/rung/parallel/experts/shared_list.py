@@ -17,12 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from rung.distributed import fake_world
 from rung.distributed.collectives import gather_flat
 from rung.distributed.world import World
-from rung.errors import ModelError, StrategyError
+from rung.errors import ModelError
 from rung.parallel.collectives import exchange, scale_gradient
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.two_passes import ListCall, Recorded, TwoPasses
 from rung.parallel.experts.validate import part_of
-from rung.spec.abilities import cuts_layers
 from rung.spec.strategy import Layout
 
 
@@ -169,10 +168,10 @@ class SharedList:
 
 
 def _refuse_layout(call: ListCall, layout: Layout) -> None:
-    if cuts_layers(layout):
-        raise StrategyError(
-            f"{layout.name}: the experts of {call.name}, a ModuleList, are shared out by ep or cut by tp, not both. "
-            "Leave out one of them."
+    if not call.caller and layout.tp > 1:
+        raise ModelError(
+            f"the model's own forward calls the experts of {call.name}, and under {layout.name} what calls them stays "
+            "whole on the ranks of a tensor group. Call them in the forward of a module of their own."
         )
     if not call.caller and layout.num_stages > 1:
         raise ModelError(

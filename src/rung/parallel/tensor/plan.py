@@ -133,6 +133,18 @@ def plan_adapters(plan: TensorPlan, layers: Mapping[str, Any]) -> TensorPlan:
     return replace(plan, styles=styles, pairs=tuple(pairs))
 
 
+def plan_outside(plan: TensorPlan, modules: set[str]) -> TensorPlan:
+    """The plan without what lies in some modules, which stay whole, and without the partners of that."""
+
+    def is_inside(name: str) -> bool:
+        return any(name == one or name.startswith(f"{one}.") for one in modules)
+
+    dropped = [pair for pair in plan.pairs if any(map(is_inside, (*pair.columns, pair.rows)))]
+    partners = {name for pair in dropped for name in (*pair.columns, pair.rows, *pair.summed)}
+    styles = {n: style for n, style in plan.styles.items() if n not in partners and not is_inside(n)}
+    return replace(plan, styles=styles, pairs=tuple(pair for pair in plan.pairs if pair not in dropped))
+
+
 def _base_layer(name: str, adapted: Mapping[str, Any]) -> str:
     return f"{name}.base_layer" if name in adapted else name
 
