@@ -139,12 +139,25 @@ class Reading(Layer):
 
 
 class Two(Layer):
+    """The rows of a list are the results of another."""
+
     def __init__(self) -> None:
         super().__init__()
         self.more_experts = nn.ModuleList([Expert() for _ in range(EXPERTS)])
 
     def call(self, number: int, rows: Tensor) -> Tensor:
         return self.more_experts[number](self.experts[number](rows))
+
+
+class Beside(Layer):
+    """Calls a list that cannot be shared out, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts_of_others = nn.ModuleList([Expert(), nn.Sequential(nn.Linear(WIDTH, WIDTH))])
+
+    def call(self, number: int, rows: Tensor) -> Tensor:
+        return self.experts[number](rows) + self.experts_of_others[number % 2](rows)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +174,8 @@ class Two(Layer):
         (Numbered, "called with different arguments"),
         (InPlace, "changes its arguments, or the rows of its experts, in place"),
         (Reading, "its module fails on random numbers"),
-        (Two, "one module may call one list"),
+        (Two, "the rows of one of them depend on the results of another"),
+        (Beside, "also calls the modules of blocks.1.experts_of_others, which stay whole"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -249,7 +263,8 @@ def test_a_module_that_runs_twice_leaves_behind_what_one_call_does() -> None:
             found = [layer.experts[one.number](one.rows) for one in recorded]
         return found, torch.cat(found)
 
-    passes = TwoPasses(layer, layer.experts, call, compute)
+    passes = TwoPasses(layer)
+    passes.add(layer.experts, call, compute)
     passes.install()
     torch.manual_seed(2)
     assert torch.equal(layer(x), expected)

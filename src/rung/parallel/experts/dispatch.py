@@ -26,7 +26,7 @@ from rung.parallel.collectives import exchange, scale_gradient
 from rung.parallel.experts.lists import callers_of_lists
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.shared_list import SharedList
-from rung.parallel.experts.two_passes import ListCall
+from rung.parallel.experts.two_passes import ListCall, TwoPasses
 from rung.parallel.experts.validate import ExpertCall, num_experts_of, part_of, prove, refuse, run_rows
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.pipeline.partition import lies_in
@@ -100,7 +100,8 @@ def plan_experts(
     ]
     notes += [f"expert parallel: {name} is left whole: {why}" for name, why in left.items()]
     plan = ExpertPlan(calls, notes, ExpertLoads(planned))
-    plan.lists = [SharedList(model, call, world, plan.loads) for call in called.values()]
+    passes = {name: TwoPasses(model.get_submodule(name)) for name in {call.caller for call in called.values()}}
+    plan.lists = [SharedList(model, call, world, plan.loads, passes[call.caller]) for call in called.values()]
     return plan
 
 

@@ -28,7 +28,8 @@ from rung.spec.strategy import Layout
 class SharedList:
     """The experts of one list on this rank."""
 
-    def __init__(self, model: nn.Module, call: ListCall, world: World, loads: ExpertLoads) -> None:
+    def __init__(self, model: nn.Module, call: ListCall, world: World, loads: ExpertLoads, passes: TwoPasses) -> None:
+        """`passes`: of the module that calls the list, which may call others."""
         with fake_world.outside_fakes():
             mesh = world.axis("ep")
             self.group: dist.ProcessGroup = mesh.get_group()
@@ -41,7 +42,8 @@ class SharedList:
         self.module = found
         self.is_unit = False  # once FSDP shards it
         self._called: set[int] = set()  # of this rank's experts, by any rank since the last `take_uncalled`
-        self._passes = TwoPasses(model.get_submodule(call.caller), found, call, self._compute)
+        self._passes = passes
+        passes.add(found, call, self._compute)
 
     def install(self) -> None:
         """Exchange the forward of the experts and of the module that calls them, before anything else wraps it."""
