@@ -139,8 +139,12 @@ class RowCounter:
                 else:
                     on_device[place : place + len(number)] += number.to(self._device)
         if places:
-            on_device.index_add_(0, torch.tensor(places, device=self._device), torch.stack(numbers).to(torch.float64))
-        return CountedRows(self.layers, on_device + total.to(self._device))
+            on_device.index_add_(0, self._sent(torch.tensor(places)), torch.stack(numbers).to(torch.float64))
+        return CountedRows(self.layers, on_device + self._sent(total))
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """On the device, without waiting for it: from memory that is not pinned the copy would."""
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     # -- what the calls count --------------------------------------------------------------------------------------
 
