@@ -238,6 +238,16 @@ def test_the_rows_of_experts_are_a_line_after_their_step(tmp_path: Path) -> None
     assert found[1]["layers"] == {"experts": {"rows": [1, 2]}} and "experts" not in found[0]
 
 
+def test_the_rows_of_very_many_experts_do_not_fill_the_disk(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    layers = {f"layers.{number}.experts": {"rows": [1000] * 10_000} for number in range(20)}
+    for step in range(1, 11):
+        lines.on_steps([StepRecord(step, 0, 12, 0.5, None, 0.1, 0.5, 8.0, 0.1, 1, 2**20, experts=layers)])
+    lines.close()
+    found = [json.loads(line)["event"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert found.count("step") == 10 and 1 <= found.count("experts") <= 4
+
+
 def test_a_slow_rank_is_a_line_of_the_metrics_when_it_begins(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl")
     rank = RankFigures(SECONDS, 8.5, 2**30)

@@ -28,7 +28,9 @@ log = logging.getLogger("rung")
 
 _RETRY_SECONDS = 10.0  # after TensorBoard's files could not be written
 _BLOCK = 2**16  # bytes read at a time
-_SHORT_STEP = 0.02  # seconds
+# The rows of thousands of experts take a hundred kilobytes. They may take so many times the bytes of the steps' lines,
+# and so many beside; of a long run some steps then have none.
+_EXPERT_BYTES, _FREE_BYTES = 4, 2**22
 
 
 class Observer(Protocol):
@@ -67,6 +69,7 @@ class JsonLines:
         self._unwritten = b""  # bytes that a full disk refused; retried with the next record
         self._has_warned = False
         self._slow: set[tuple[int, str]] = set()
+        self._num_bytes_left = _FREE_BYTES  # for the rows of experts
 
     def on_start(self, facts: dict[str, Any], step: int) -> None:
         event = {"event": "resume", "step": step} if step else {"event": "start"}
@@ -88,7 +91,18 @@ class JsonLines:
         self._put({"event": "end", **facts})
 
     def on_steps(self, records: list[StepRecord]) -> None:
-        self._put(*(row for record in records for row in _rows_of(record)))
+        self._put(*(row for record in records for row in self._rows_of(record)))
+
+    def _rows_of(self, record: StepRecord) -> Iterator[dict[str, Any]]:
+        row = _step_row(record)
+        self._num_bytes_left += _EXPERT_BYTES * len(json.dumps(row))
+        yield row
+        if record.experts:  # a line of its own, as it may be long: who reads steps need not parse it
+            line = {"event": "experts", "step": record.step, "layers": record.experts}
+            size = len(json.dumps(line))
+            if size <= self._num_bytes_left:
+                self._num_bytes_left -= size
+                yield line
 
     def on_evaluation(self, record: EvalRecord) -> None:
         row = {"event": "eval", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, **record.metrics}
@@ -296,12 +310,6 @@ def _step_row(record: StepRecord) -> dict[str, Any]:
         if key not in ("lrs", "staleness", "compile_seconds") or value is not None
     }
     return {**own, **record.logged}
-
-
-def _rows_of(record: StepRecord) -> Iterator[dict[str, Any]]:
-    yield _step_row(record)
-    if record.experts:  # a line of its own, as it may be long: who reads steps need not parse it
-        yield {"event": "experts", "step": record.step, "layers": record.experts}
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
