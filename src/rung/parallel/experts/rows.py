@@ -7,7 +7,6 @@ reads are not counted.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,11 +77,12 @@ class RowCounter:
         self._unproven: dict[str, Call] = {}
         self.layers: dict[str, tuple[int, bool]] = {}
         for name, module in model.named_modules():
-            if not is_on or type(module).__module__.startswith("torch.nn."):
+            if not is_on or type(module).__module__.startswith("torch."):
                 continue
             if (num_experts := num_experts_of(module)) is not None:
-                self._whole[name] = whole = copy.copy(module)
-                whole.__dict__ |= {"_parameters": dict(module._parameters)}
+                self._whole[name] = whole = object.__new__(type(module))
+                shapes = {key: nn.Parameter(_shape_of(p)) for key, p in module.named_parameters(recurse=False)}
+                whole.__dict__ = {**module.__dict__, "_parameters": shapes}
                 self.layers[name] = (num_experts, False)
         # Without a trace only its name tells a list of experts from one of layers.
         self._lists = {name: caller for name, caller in self._lists.items() if "expert" in name.rpartition(".")[2]}
