@@ -89,7 +89,7 @@ def plan_experts(
     """Share out all experts that can be."""
     calls = {name: call for name, call in found.items() if isinstance(call, ExpertCall)}
     called = {name: call for name, call in lists.items() if isinstance(call, ListCall)}
-    left = {fold([name])[0]: why for name, why in {**found, **lists}.items() if isinstance(why, str)}
+    left = {fold([n])[0]: why for n, why in {**_unlike(model), **found, **lists}.items() if isinstance(why, str)}
     if not calls and not called:
         raise refuse(left)
     counts = {call.num_experts for call in calls.values()} | {call.num_experts for call in called.values()}
@@ -103,6 +103,21 @@ def plan_experts(
     passes = {name: TwoPasses(model.get_submodule(name)) for name in {call.caller for call in called.values()}}
     plan.lists = [SharedList(model, call, world, plan.loads, passes[call.caller]) for call in called.values()]
     return plan
+
+
+def _unlike(model: nn.Module) -> dict[str, str]:
+    """Modules that are named as experts and are none that could be shared out, and why."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if "expert" not in name.rpartition(".")[2]:
+            continue
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, nn.ModuleDict):
+            found[name] = "it is a ModuleDict; experts in a ModuleList can be shared out"
+        elif any(parameter.dim() == 3 for parameter in own) and num_experts_of(module) is None:
+            counts = sorted({parameter.shape[0] for parameter in own})
+            found[name] = f"its parameters have not all one row for each expert (rows: {', '.join(map(str, counts))})"
+    return found
 
 
 def share_out(module: nn.Module, call: ExpertCall, world: World, loads: ExpertLoads) -> None:
