@@ -155,6 +155,11 @@ def runs_units_together(layout: Layout) -> bool:
     return layout.uses_fully_shard and layout.num_gradient_ranks > 1 and layout.pp == 1
 
 
+def cuts_layers(layout: Layout) -> bool:
+    """Whether ranks compute parts of one layer."""
+    return layout.tp > 1
+
+
 def compiles_blocks(layout: Layout) -> bool:
     """Whether `--compile` compiles block by block, because communication between blocks cannot be compiled; else the
     whole model with its loss."""

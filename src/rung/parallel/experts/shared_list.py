@@ -22,6 +22,7 @@ from rung.parallel.collectives import exchange, scale_gradient
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.two_passes import ListCall, Recorded, TwoPasses
 from rung.parallel.experts.validate import part_of
+from rung.spec.abilities import cuts_layers
 from rung.spec.strategy import Layout
 
 
@@ -170,7 +171,7 @@ class SharedList:
 
 
 def _refuse_layout(call: ListCall, layout: Layout) -> None:
-    if not call.caller and layout.tp > 1:
+    if not call.caller and cuts_layers(layout):
         raise ModelError(
             f"the model's own forward calls the experts of {call.name}, and under {layout.name} what calls them stays "
             "whole on the ranks of a tensor group. Call them in the forward of a module of their own."
