@@ -57,6 +57,10 @@ def _row(
 ) -> dict[str, Any]:
     kinds = {kind: int(size * MIB / (ranks if kind in halved else 1)) for kind, size in _STATE.items()}
     peak, sent = sum(kinds.values()), int(sum(size for size, _ in messages.values()) * MIB)
+    layers = {
+        "blocks.0.experts": {"rows": [40, 0, 88, 128], "choices": 256, "dropped": 0},
+        "blocks.1.<experts>": {"rows": [64, 60, 70, 30], "empty": 32, "rows_in": 128},
+    }
     losses = [[step, 2.3 * 0.93**step + 0.02 * (step % 3) + ranks * 1e-8] for step in range(1, 21)]
     return {
         "strategy": name,
@@ -89,6 +93,7 @@ def _row(
             "exposed_share": 0.5 if sent else 0.0,
         },
         "losses": losses,
+        "experts": [{"step": 1, "layers": layers}, {"step": 20, "layers": layers}] if name in ("single", "ddp") else [],
         "largest_difference": {"loss": ranks * 1e-8 if ranks > 1 else 0.0, "parameters": None if slow else 1e-7},
         "timeline": {"step": 9, "seconds": seconds, "ranks": _lanes(ranks, seconds, bool(sent), micro_batches)},
         "slow": [{"rank": 1, "phase": "backward", "seconds": 0.05, "others_seconds": 0.03}] if slow else [],

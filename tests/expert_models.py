@@ -152,6 +152,40 @@ class ListMixture(nn.Module):
         return self.head(x)
 
 
+class TwoLists(nn.Module):
+    """Rows choose an expert of a list, and most of them one of another list, of another size and called later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router, self.further_router = nn.LayerNorm(12), nn.Linear(12, 5), nn.Linear(12, 3)
+        self.experts = nn.ModuleList([Feed() for _ in range(5)])
+        self.further_experts = nn.ModuleList([nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        further_weights, further = self.further_router(rows).softmax(-1).max(-1)
+        result = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (taken,) = torch.where(chosen == number)
+            if len(taken):
+                result = result.index_add(0, taken, expert(rows[taken]) * weights[taken, None])
+        for number, expert in enumerate(self.further_experts):
+            (taken,) = torch.where((further == number) & (rows[:, 0] > -0.5))
+            result = result.index_add(0, taken, expert(rows[taken]) * further_weights[taken, None])
+        return x + result.view_as(x)
+
+
+class TwoListMixture(ListMixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([TwoLists(), TwoLists()])
+
+
+def two_lists_task() -> Task:
+    return text_task(model=TwoListMixture, padded=True)
+
+
 def list_task() -> Task:
     """Weighted by tokens; some samples, and so some ranks' micro-batches, have none that count."""
     return text_task(model=ListMixture, padded=True)

@@ -26,6 +26,7 @@ from rung.distributed.live_status import (
 from rung.distributed.status_board import StatusBoard, read_statuses
 from rung.system.processes import machine_name
 from rung.train.metrics import JsonLines, rank_figures
+from rung.train.records import StepRecord
 
 START = {"event": "start", "total_steps": 100, "task": "toy", "strategy": "ddp", "ranks": 2, "device": "cpu"}
 SECONDS = {"data": 0.15, "forward": 0.01, "backward": 0.02, "update": 0.001}
@@ -85,6 +86,19 @@ def test_a_running_one_has_progress_and_time_left(run: Path) -> None:
 def test_the_loads_of_experts_are_shown(run: Path) -> None:
     tell(run, START, step(1, expert_load_max=2.625, expert_rank_load_max=1.25))
     assert "rows of experts: 2.625 x an even share for the busiest, 1.25 x" in seen(Watcher(run).poll())
+
+
+def test_the_rows_of_each_expert_are_bars(run: Path) -> None:
+    """Of many experts some share a bar, and of many layers the most uneven are shown."""
+    layers: dict[str, Any] = {f"{n}.experts": {"rows": [8, 8 - n], "choices": 20, "dropped": 5} for n in range(8)}
+    layers["wide"] = {"rows": [0] * 100 + [50], "empty": 50, "rows_in": 100}
+    tell(run, START, step(1), {"event": "experts", "step": 1, "layers": {"old": {"rows": [1, 1]}}})
+    tell(run, {"event": "experts", "step": 2, "layers": layers}, step(3))
+    words = seen(Watcher(run).poll())
+    assert "rows of each expert in step 2" in words and "old" not in words
+    assert "  7.experts  |█▁|  busiest 89 %, least 11 %, 25 % of choices dropped" in words
+    assert "2.experts" not in words and "and 3 more layers, more even" in words
+    assert "0.50 experts a row, 50 % of places empty (4 a bar)" in words
 
 
 def test_the_file_of_this_second_is_ahead_of_the_metrics(run: Path) -> None:
@@ -212,6 +226,26 @@ def test_the_file_of_the_moment_is_read_as_it_was_written(tmp_path: Path) -> Non
     (tmp_path / "live.json").write_text('{"step": 1, "something": "else"}')
     assert read_snapshot(tmp_path / "live.json") is None
     assert read_snapshot(tmp_path / "nothing") is None
+
+
+def test_the_rows_of_experts_are_a_line_after_their_step(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    record = StepRecord(3, 0, 12, 0.5, None, 0.1, 0.5, 8.0, 0.1, 1, 2**20, experts={"experts": {"rows": [1, 2]}})
+    lines.on_steps([record, replace(record, step=4, experts={})])
+    lines.close()
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["event"], row["step"]) for row in found] == [("step", 3), ("experts", 3), ("step", 4)]
+    assert found[1]["layers"] == {"experts": {"rows": [1, 2]}} and "experts" not in found[0]
+
+
+def test_the_rows_of_very_many_experts_do_not_fill_the_disk(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    layers = {f"layers.{number}.experts": {"rows": [1000] * 10_000} for number in range(20)}
+    for step in range(1, 11):
+        lines.on_steps([StepRecord(step, 0, 12, 0.5, None, 0.1, 0.5, 8.0, 0.1, 1, 2**20, experts=layers)])
+    lines.close()
+    found = [json.loads(line)["event"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert found.count("step") == 10 and 1 <= found.count("experts") <= 4
 
 
 def test_a_slow_rank_is_a_line_of_the_metrics_when_it_begins(tmp_path: Path) -> None:

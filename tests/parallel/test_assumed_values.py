@@ -54,6 +54,18 @@ def _counting(layers: nn.Module, x: Tensor) -> Tensor:
     return layers[0](x) + x.masked_select(x > 0).sum() + order.sum() + values.sum()
 
 
+def _naming(layers: nn.Module, x: Tensor) -> Tensor:
+    named = {f"expert_{number}": layer for number, layer in enumerate(layers.children())}
+    for number in (x > 0).any(0).nonzero():
+        x = named[f"expert_{number[0]}"](x)
+    return x
+
+
+def _converting(layers: nn.Module, x: Tensor) -> Tensor:
+    """To what it is, and back from a tensor's type."""
+    return layers[0].to(torch.float32)(x) + layers[1].to(x)(x)
+
+
 def _raising(layers: nn.Module, x: Tensor) -> Tensor:
     assert not x.isnan().any()
     if (x > 100).any():
@@ -61,7 +73,7 @@ def _raising(layers: nn.Module, x: Tensor) -> Tensor:
     return layers[0](x) if (x > 0).all() else x
 
 
-@pytest.mark.parametrize("function", [_skipping, _first_of, _selecting, _counting, _raising])
+@pytest.mark.parametrize("function", [_skipping, _first_of, _selecting, _counting, _naming, _raising])
 def test_a_part_that_reads_values_is_traced_and_keeps_all_of_its_parameters(
     function: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
@@ -71,6 +83,21 @@ def test_a_part_that_reads_values_is_traced_and_keeps_all_of_its_parameters(
     assert found.calls[1].reads_values == ""
     assert len(found.calls[0].parameters) == 6
     assert found.unused == []
+
+
+def test_a_module_may_be_converted_to_what_it_is() -> None:
+    assert traced(_converting).calls[0].reads_values == ""
+    assert nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64
+
+
+def test_a_module_that_forward_converts_is_refused_with_the_line() -> None:
+    def converting(layers: nn.Module, x: Tensor) -> Tensor:
+        return layers[0].to(torch.float64)(x.double())
+
+    with pytest.raises(
+        ModelError, match=r"converting|layers\[0\].*\n.*Linear.weight from float32 on cpu to float64 on cpu"
+    ):
+        traced(converting)
 
 
 def test_a_part_that_fails_with_all_values_is_refused_with_the_line_that_reads_them() -> None:

@@ -21,6 +21,7 @@ from rung.distributed.live_status import JobSnapshot, RankFigures, read_snapshot
 from rung.distributed.status_board import RankStatus, read_statuses
 from rung.errors import ConfigError
 from rung.launch.rendezvous.elastic import launchers
+from rung.spec.expert_rows import read_layers
 from rung.system.processes import is_running, machine_name
 from rung.system.store import check_address, is_store, local_folder
 from rung.system.units import human_bytes, human_seconds
@@ -32,6 +33,8 @@ _STALL_SECONDS = 20.0  # without progress of any rank, before a line says so
 _SILENT_SECONDS = 300.0  # after the last update of a run on another machine
 _MAX_CHARACTERS = 40  # of a figure that is not a number
 _EXPERT_LOADS = ("expert_load_max", "expert_rank_load_max")
+_MOST_LAYERS, _MOST_BARS = 6, 32  # of experts
+_BARS = " ▁▂▃▄▅▆▇█"
 _PHASES = ("data", "forward", "backward", "update")
 _MAX_METRICS = 2**34  # bytes; about a hundred million steps
 _DEFAULT_RANKS = 24  # shown with --once, or where the output is not a terminal
@@ -47,6 +50,7 @@ class RunView:
     steps: tuple[Mapping[str, Any], ...] = ()  # the most recent
     evaluation: Mapping[str, Any] | None = None
     checkpoint: Mapping[str, Any] | None = None
+    experts: Mapping[str, Any] | None = None  # the rows of each, in the last step in which they were counted
     live: JobSnapshot | None = None
     statuses: Mapping[int, RankStatus] = field(default_factory=dict)  # of ranks on this machine
     now: float = 0.0  # time.monotonic()
@@ -93,6 +97,7 @@ class Watcher:
             steps=tuple(step for line in self._steps if (step := _step_of(_parsed(line))) is not None),
             evaluation=_event_of(_parsed(self._last.get("eval"))),
             checkpoint=_event_of(_parsed(self._last.get("checkpoint"))),
+            experts=_event_of(_parsed(self._last.get("experts"))),
             live=live,
             statuses=self._statuses() if is_here else {},
             now=time.monotonic(),
@@ -139,6 +144,9 @@ class Watcher:
         if not line.startswith(b'{"event"'):
             self._steps.append(line)
             return
+        if line.startswith(b'{"event": "experts"'):  # may be long, and only the last is shown
+            self._last["experts"] = line
+            return
         row = _parsed(line)
         if row is None:
             return
@@ -146,6 +154,7 @@ class Watcher:
         if event in ("start", "resume"):
             self._facts = _facts_of(row)
             self._steps.clear()
+            self._last.pop("experts", None)
             self._has_ended = False
         elif event == "end":
             self._has_ended = True
@@ -205,6 +214,7 @@ def draw(view: RunView, num_rows: int) -> RenderableType:
         parts.append(Text(printable(_figures(view))))
         if loads := _expert_loads(view):
             parts.append(Text(printable(loads)))
+        parts += [Text(printable(line)) for line in _expert_rows(view)]
     parts += [Text(printable(line)) for line in _events(view)]
     live = view.live
     if live is not None and live.ranks:
@@ -269,6 +279,27 @@ def _expert_loads(view: RunView) -> str:
     if expert is None or rank is None:
         return ""
     return f"rows of experts: {_number(expert)} x an even share for the busiest, {_number(rank)} x for the busiest rank"
+
+
+def _expert_rows(view: RunView) -> list[str]:
+    """The share of each expert in the rows of its layer, as bars; the most uneven layers, if there are many."""
+    layers = read_layers(view.experts.get("layers")) if view.experts is not None else []
+    layers = [layer for layer in layers if layer.total]
+    if view.experts is None or not layers:
+        return []
+    shown = sorted(layers, key=lambda layer: -layer.unevenness)[:_MOST_LAYERS]
+    width = max(len(layer.name) for layer in shown)
+    lines = [f"rows of each expert in step {view.experts['step']}"]
+    for layer in (layer for layer in layers if layer in shown):
+        each = -(-len(layer.rows) // _MOST_BARS)
+        sums = [sum(layer.rows[start : start + each]) for start in range(0, len(layer.rows), each)]
+        bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // max(sums))] for count in sums)
+        together = f" ({each} a bar)" if each > 1 else ""
+        lost = f", {layer.lost()}" if layer.lost() else ""
+        lines.append(f"  {layer.name:{width}}  |{bars}|  {layer.spread()}{lost}{together}")
+    if len(layers) > len(shown):
+        lines.append(f"  and {len(layers) - len(shown)} more layers, more even")
+    return lines
 
 
 def _events(view: RunView) -> list[str]:

@@ -64,6 +64,7 @@ def make_row(
         "communication": _communication(runs, profiles, warmup),
         "losses": [[r.step, r.loss] for r in runs[0][0].records],
         "logged": logged_points([(r.step, r.logged) for r in runs[0][0].records]),
+        "experts": _experts(runs[0][0].records),
         "largest_difference": {"loss": None, "parameters": None},
         "timeline": _timeline(profiles),
         "slow": _slow(variant, runs, warmup),
@@ -71,6 +72,12 @@ def make_row(
         "not_predicted": None,
         "prediction_error": None,
     }
+
+
+def _experts(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
+    """The rows of each expert in the first and the last step that has them."""
+    found = [{"step": one.step, "layers": one.experts} for one in records if one.experts]
+    return found if len(found) < 3 else [found[0], found[-1]]
 
 
 def prediction_error(row: Mapping[str, Any]) -> dict[str, float | None] | None:

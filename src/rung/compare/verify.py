@@ -205,6 +205,11 @@ def _advice(failed: list[VerifyRow], task: Task, config: RunConfig) -> list[str]
             "differences as small as these are the rounding of fp32: something in the model or its loss computes in "
             "fp32, as the losses of transformers do. --precision fp32 compares with that rounding."
         ]
+    if draws_random_numbers(task, config, of_any_use=True):
+        return [
+            "forward or loss draws random numbers (other than dropout), and each rank draws its own, which may be the "
+            "reason, although two seeds gave the same first step."
+        ]
     return []
 
 

@@ -26,6 +26,22 @@ def start_gather(values: Sequence[float], num_ranks: int) -> Callable[[], list[l
     return rows
 
 
+def start_sum(values: Sequence[float], num_ranks: int) -> Callable[[], list[float]]:
+    """Add up values over all ranks, through host memory. The returned call waits for the sums."""
+    if num_ranks == 1 or not values:
+        return lambda: list(values)
+    total = torch.tensor(values, dtype=torch.float64)
+    work = dist.all_reduce(total, async_op=True)
+
+    def sums() -> list[float]:
+        if work is not None:
+            work.wait()
+        found: list[float] = total.tolist()
+        return found
+
+    return sums
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """A JSON value of every rank of a group, on every rank. Tuples become lists.
 

@@ -100,6 +100,20 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+@contextlib.contextmanager
+def numbers_in_words() -> Iterator[None]:
+    """While inside, a fake number in an f-string is read as `item()` reads it, where torch would write its type."""
+
+    def written(tensor: torch.Tensor, form: str) -> str:
+        return format(tensor.item(), form) if tensor.dim() == 0 else object.__format__(tensor, form)
+
+    FakeTensor.__format__ = written  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__format__
+
+
 def adds_gradients(args: tuple[Any, ...]) -> bool:
     """Whether this is autograd's own sum of two gradients of one tensor, and the first has no other reference.
 

@@ -53,7 +53,11 @@ class Tensors:
             return list
         if not self.has_values:
             return lambda: [math.nan] * len(tensors)
-        stacked = torch.stack(list(tensors)).detach().to(torch.float64)
+        return self.fetch_all(torch.stack(list(tensors)))
+
+    def fetch_all(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        """The same with the numbers of one flat tensor."""
+        stacked = tensor.detach().to(torch.float64)
         if self.device.type != "cuda":
             return stacked.tolist
         host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)

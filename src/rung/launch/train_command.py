@@ -30,6 +30,7 @@ from rung.launch.signals import Interrupted, leaving_at_once
 from rung.launch.stored_run import FolderMirror, StoredRun, find_stored_run, refuse_local_part, send_result
 from rung.spec.abilities import describe_layout
 from rung.spec.config import RunConfig, read_toml, resolve
+from rung.spec.expert_rows import end_words, read_layers
 from rung.spec.task import load_task
 from rung.spec.version import VERSION
 from rung.system.disk import check_folder, writing
@@ -317,6 +318,8 @@ def _say_done(console: Console, summary: Summary, folder: Path, seconds: float) 
     if summary.best is not None:
         figures.append(f"best {summary.best.metric} {summary.best.value:.4g} after step {summary.best.step}")
     _say(console, "done: " + ", ".join(figures))
+    if summary.last is not None and (words := end_words(read_layers(summary.last.experts))):
+        _say(console, words)
     there = [f"{name}/" if (folder / name).is_dir() else name for name in _RESULTS if (folder / name).exists()]
     _say(console, f"results: {folder}/ ({', '.join(there)})")
 

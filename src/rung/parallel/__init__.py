@@ -30,6 +30,8 @@ from rung.parallel.dropout import NoDropout, turn_off_dropout, without_dropout
 from rung.parallel.experts.balance import WholeBatchBalance
 from rung.parallel.experts.dispatch import ExpertPlan, find_experts, plan_experts, share_out
 from rung.parallel.experts.lists import find_lists
+from rung.parallel.experts.rows import RowCounter
+from rung.parallel.experts.two_passes import ListCall
 from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.float8 import compute_in_float8
 from rung.parallel.float8_gather import gather_in_float8
@@ -43,7 +45,7 @@ from rung.parallel.sharding import Sharding, choose_units, gathered_type, withou
 from rung.parallel.tensor.apply import apply_sequence_parallel, apply_tensor_plan
 from rung.parallel.tensor.experts import without_experts
 from rung.parallel.tensor.overlap import overlap_messages
-from rung.parallel.tensor.plan import TensorPlan, make_plan, plan_adapters
+from rung.parallel.tensor.plan import TensorPlan, make_plan, plan_adapters, plan_outside
 from rung.parallel.tensor.survey import Survey
 from rung.spec.abilities import compiles_blocks
 from rung.spec.config import RunConfig
@@ -62,6 +64,7 @@ class ParallelModel:
     plan: TensorPlan | None = None
     experts: ExpertPlan | None = None
     balance: WholeBatchBalance | None = None
+    rows: RowCounter | None = None
     stages: Stages | None = None
     parts: list[StagePart] = field(default_factory=list)
     forward_tracer: ForwardTracer | None = None
@@ -119,8 +122,10 @@ def parallelize(
     if not config.dropout:
         turn_off_dropout(model)
 
+    # In compiled code a count would end the graph at each layer; under ep the graph ends there as it is.
+    rows = RowCounter(model, world) if layout.ep > 1 or not config.compile else None
     heads = heads_to_chunk(weights, world, config, task, run, example)
-    parallel = ParallelModel(model, notes, roots=[model])
+    parallel = ParallelModel(model, notes, roots=[model], rows=rows)
     if blocks_on_host:
         parallel.host_weights = HostWeights(world.device)
     if layout.is_composed or layout.cp > 1:
@@ -132,14 +137,28 @@ def parallelize(
     if layout.tp > 1 or layout.ep > 1:
         assert parallel.forward_tracer is not None
         experts = find_experts(parallel.forward_tracer, layout.ep if layout.ep > 1 else layout.tp, example)
+    lists: dict[str, ListCall | str] = {}
+    if layout.ep > 1:
+        assert parallel.forward_tracer is not None
+        lists = find_lists(parallel.forward_tracer, layout.ep, example)
     if layout.tp > 1:
-        parallel.plan = _plan_tensors(parallel, task, world, config, example, reuse, experts)
+        plan = _plan_tensors(parallel, task, world, config, example, reuse, experts)
+        callers = {one.caller for one in lists.values() if isinstance(one, ListCall)}
+        parallel.plan = plan_outside(plan, callers)
+        if callers and config.sequence_parallel:
+            raise StrategyError(
+                f"--sequence-parallel gives each tensor rank a part of a sequence, and {min(callers)}, which calls "
+                "experts that ep shares out, needs the whole. Leave it out."
+            )
+        if callers:
+            notes.append(
+                f"tensor parallel: {', '.join(fold(callers))} are whole on every rank: ep shares out the experts that "
+                "they call"
+            )
     if layout.pp > 1:
         parallel.stages = _split(parallel, weights, world, config, task, example)
     context = _plan_context(parallel, world, config, blocks, example) if layout.cp > 1 else None
     if layout.ep > 1:
-        assert parallel.forward_tracer is not None
-        lists = find_lists(parallel.forward_tracer, layout.ep, example)
         parallel.experts = plan_experts(experts, lists, model, world, config.expert_load)
         notes += parallel.experts.notes
         _share_out_lists(parallel, weights)
@@ -191,6 +210,10 @@ def parallelize(
     chunk_heads(model, heads, config, world)
     _make_units(parallel, weights, world, config, blocks)
     parallel.notes += settle_heads(model, heads, config, world, parallel.plan.styles if parallel.plan else {})
+    if rows is not None:
+        shared = parallel.experts.lists if parallel.experts is not None else []
+        is_recording = {one.call.name: one.is_recording for one in shared}
+        rows.install(model, is_recording, context.is_even if context is not None else None)
     return parallel
 
 

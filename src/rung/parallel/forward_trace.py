@@ -27,6 +27,7 @@ from rung.distributed.torch_private import (
 from rung.parallel.assumed_values import AssumedValues
 from rung.parallel.blocks import describe
 from rung.parallel.constants import Constants
+from rung.parallel.conversions import conversions_in_forward
 from rung.parallel.materialize import put_tensor
 from rung.parallel.trace_errors import explain_assumption, explain_failure, user_line
 
@@ -98,7 +99,7 @@ def trace_forward(
         watched = [(name, module) for name, module in model.named_modules() if is_watched(name, module)]
         undo += [_observe(module, name, flow, known) for name, module in watched]
         try:
-            with flow:
+            with flow, conversions_in_forward(), fake_world.numbers_in_words():
                 output = run()
             flow.find_leaks(tensors_of(output), None)
             flow.note_replaced("", model, None)

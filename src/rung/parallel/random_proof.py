@@ -27,12 +27,12 @@ def isolated() -> Iterator[None]:
         yield
 
 
-def random_state(block: nn.Module, *, besides: str | None = None) -> dict[str, Tensor]:
-    """Random tensors for a block by name, but not for a part of it."""
+def random_state(block: nn.Module, *, besides: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Random tensors for a block by name, but not for some parts of it."""
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     for name, parameter in block.named_parameters():
-        if besides is not None and name.startswith(f"{besides}."):
+        if any(name.startswith(f"{part}.") for part in besides):
             continue
         fan_in = parameter.shape[-1] if parameter.dim() > 1 else 1
         if parameter.numel() > _PERIOD and parameter.is_floating_point() and parameter.dim() > 1:

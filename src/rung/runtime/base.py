@@ -23,6 +23,7 @@ from rung.distributed import fake_world
 from rung.distributed.world import World
 from rung.errors import TaskError
 from rung.parallel import ParallelModel
+from rung.parallel.experts.rows import CountedRows
 from rung.parallel.gradients import GradientFigures
 from rung.parallel.pipeline.schedule import Stage
 from rung.runtime.optimizer import LocalScaler, Schedule
@@ -73,6 +74,7 @@ class LocalStep:
     learning_rates: dict[str, float] = field(default_factory=dict)  # of each of several optimizers, by name
     staleness: int | None = None  # updates that the gradient was late by, under ps-async
     logged: Sequence[LoggedValue] = ()  # by the task, on this rank
+    rows: CountedRows | None = None  # of each expert, where `want_norm` was asked for
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Probe:
     loss_share: Tensor
     gradients: GradientFigures | None
     changes_state: bool = False  # whether forward changed buffers or attributes of modules, which were put back
+    draws: bool = False  # whether it drew random numbers of the host, dropout aside
 
 
 @dataclass

@@ -23,6 +23,7 @@ from rung.parallel import ParallelModel, sync_batch_norms
 from rung.parallel.batchnorm import SyncBatchNorm
 from rung.parallel.experts.balance import WholeBatchBalance
 from rung.parallel.experts.loads import ExpertLoads
+from rung.parallel.experts.rows import RowCounter
 from rung.parallel.materialize import is_absent
 from rung.parallel.pipeline.schedule import Stage
 from rung.parallel.sharding import free_gathered
@@ -68,7 +69,7 @@ class RuntimeContext:
     clock: PhaseClock = field(init=False)
     trainable: list[tuple[str, nn.Parameter]] = field(init=False)
     sync_norms: list[SyncBatchNorm] = field(init=False)
-    counting: list[SyncBatchNorm | ExpertLoads | WholeBatchBalance] = field(
+    counting: list[SyncBatchNorm | ExpertLoads | RowCounter | WholeBatchBalance] = field(
         init=False
     )  # what has statistics over all ranks
     own_buffers: OwnBuffers = field(init=False)
@@ -89,7 +90,8 @@ class RuntimeContext:
         self.sync_norms = sync_batch_norms(self.model)
         experts, balance = self.parallel.experts, self.parallel.balance
         loads = experts.loads if experts is not None else None
-        self.counting = [*self.sync_norms, *(one for one in (loads, balance) if one is not None)]
+        rows = self.parallel.rows if self.parallel.rows is not None and self.parallel.rows.layers else None
+        self.counting = [*self.sync_norms, *(one for one in (loads, rows, balance) if one is not None)]
         self.own_buffers, self._buffers = OwnBuffers(self.model, self.sync_norms), OwnBuffers(self.model, [])
         self.scaler = LocalScaler(world.device.type) if config.precision == "fp16" else None
         # The comparison would become a part of compiled blocks.
@@ -100,7 +102,7 @@ class RuntimeContext:
         self.unused = UnusedParameters(
             self.model, self.trainable, world, config.unused_parameters, experts, self.parallel.parts
         )
-        self.step_log = StepLog(self.task, world, is_compiled=config.compile, loads=loads)
+        self.step_log = StepLog(self.task, world, is_compiled=config.compile, loads=loads, rows=rows)
         self.task = self.step_log.task
         self.turns = StepTurns(self.task, config, self.optimizer, self.optimizer_groups, self.trainable)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rung.data.batch_shard import LocalBatch, MicroBatch
-from rung.data.rng import DeviceGenerators
+from rung.data.rng import DeviceGenerators, GeneratorMarks
 from rung.parallel.dropout import NoDropout, turn_off_dropout
 from rung.parallel.gradients import GradientFigures
 from rung.parallel.module_state import ModuleState
@@ -97,6 +97,7 @@ class StepRuntime(ContextRuntime):
 
     def step(self, window: LocalBatch, *, want_norm: bool = False) -> LocalStep:
         context, is_first = self.context, self.context.is_first_step
+        context.step_log.want_rows(want_norm)  # the figures of the step are read, or it is saved
         with self._computing(window):
             buffers = context.own_buffers.versions() if is_first else {}
             # Before the schedule's step in `update` changes them.
@@ -120,7 +121,10 @@ class StepRuntime(ContextRuntime):
                 if self.parallel.is_divided:
                     context.own_buffers.refuse_created(buffers)
                 context.is_first_step = False
-        return LocalStep(total_of(shares), norm_of(norms), rate, rates, logged=context.step_log.take())
+            rows = context.step_log.take_rows()
+            context.step_log.want_rows(False)
+        logged = context.step_log.take()
+        return LocalStep(total_of(shares), norm_of(norms), rate, rates, logged=logged, rows=rows)
 
     def probe(self, window: LocalBatch) -> Probe:
         context, figures = self.context, self.parts.gradient_figures
@@ -129,6 +133,7 @@ class StepRuntime(ContextRuntime):
         context.scaler, context.is_probing = None, True
         turn_off_dropout(self.model)
         kept.begin()
+        marks = GeneratorMarks()
         try:
             with self._computing(window), NoDropout():
                 shares = []
@@ -143,9 +148,9 @@ class StepRuntime(ContextRuntime):
             for parameter in self.model.parameters():
                 parameter.grad = None
             self.reshard()
-            changed = kept.restore()
+            changed, draws = kept.restore(), not marks.hold()
             generators.restore()
-        return replace(found, changes_state=changed)
+        return replace(found, changes_state=changed, draws=draws)
 
     @contextmanager
     def _computing(self, window: LocalBatch) -> Iterator[None]:

@@ -21,6 +21,7 @@ from rung.distributed import fake_world
 from rung.distributed.world import World
 from rung.errors import ModelError
 from rung.parallel.experts.loads import ExpertLoads
+from rung.parallel.experts.rows import CountedRows, RowCounter
 from rung.runtime.base import LoggedValue, figure_of
 from rung.spec.logged import check_figure
 from rung.spec.task import Task
@@ -30,10 +31,20 @@ class StepLog:
     """Collects what is logged in the forward passes of a step. Ignores calls at any other time: evaluations, a probe,
     recomputed activations."""
 
-    def __init__(self, task: Task, world: World, *, is_compiled: bool, loads: ExpertLoads | None = None) -> None:
-        self._world, self._loads = world, loads
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        *,
+        is_compiled: bool,
+        loads: ExpertLoads | None = None,
+        rows: RowCounter | None = None,
+    ) -> None:
+        self._world, self._rows = world, rows
+        self._loads = loads
+        self._experts = [one for one in (loads, rows) if one is not None]
         self._gathers_batch = task.loss_scope == "batch" and world.layout.num_data_ranks > 1
-        self._is_used = (bool(task.logging_functions()) or loads is not None) and world.tensors.has_values
+        self._is_used = (bool(task.logging_functions()) or bool(self._experts)) and world.tensors.has_values
         self._open: list[LoggedValue] | None = None  # of the micro-batch whose forward runs
         self._found: list[LoggedValue] = []
         logs: dict[str, Callable[..., None]] = {name: partial(self._log, name) for name in task.logging_functions()}
@@ -52,18 +63,26 @@ class StepLog:
         loads = self._loads.take() if self._loads is not None else {}
         return found + [LoggedValue(n, "max", figure_of(v, n, "experts"), function="experts") for n, v in loads.items()]
 
+    def want_rows(self, wanted: bool) -> None:
+        """Whether the rows of each expert are counted in the next step, whose figures are read."""
+        if self._rows is not None:
+            self._rows.is_wanted = wanted
+
+    def take_rows(self) -> CountedRows | None:
+        return self._rows.take() if self._rows is not None else None
+
     @contextmanager
     def _forward(self, micro: MicroBatch, share: float | Tensor) -> Iterator[None]:
         self._open = []
-        if self._loads is not None:
-            self._loads.is_open = True
+        for one in self._experts:
+            one.is_open = True
         try:
             yield  # a stage but the last leaves by an exception
-            self._found += [replace(one, weight=self._weight(one, micro, share)) for one in self._counted(micro)]
+            self._found += [replace(log, weight=self._weight(log, micro, share)) for log in self._counted(micro)]
         finally:
             self._open = None
-            if self._loads is not None:
-                self._loads.is_open = False
+            for one in self._experts:
+                one.is_open = False
 
     def _counted(self, micro: MicroBatch) -> Iterator[LoggedValue]:
         role = self._world.role

@@ -9,7 +9,7 @@ REDUCTIONS = ("mean", "sum", "max")
 TAKEN = (
     "step", "epoch", "samples", "loss", "grad_norm", "lr", "lrs", "step_seconds", "samples_per_second",
     "data_wait_seconds", "slowest_reader", "peak_memory_bytes", "event", "staleness", "logged", "compile_seconds",
-    "graph_breaks",
+    "graph_breaks", "experts",
 )  # fmt: skip
 
 

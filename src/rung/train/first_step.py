@@ -142,12 +142,14 @@ def collate_draws(task: Task, config: RunConfig) -> bool:
     return _first_samples(task, config).collate_draws
 
 
-def draws_random_numbers(task: Task, config: RunConfig) -> bool:
-    """Whether forward or loss draws random numbers, dropout aside: whether the loss depends on the seed."""
+def draws_random_numbers(task: Task, config: RunConfig, *, of_any_use: bool = False) -> bool:
+    """Whether forward or loss draws random numbers, dropout aside: whether the first step depends on the seed, or, with
+    `of_any_use`, whether they draw at all, as a router does whose noise seldom changes a choice."""
     reference = Reference(task, config, torch.device("cpu"), _first_samples(task, config))
     try:
         tolerances = tolerances_of(reference.config)
-        return bool(differences(reference.figures(seed=1), reference.figures(seed=2), tolerances))
+        first = reference.figures(seed=1)
+        return reference.draws if of_any_use else bool(differences(first, reference.figures(seed=2), tolerances))
     except Exception:
         return False
 
@@ -206,7 +208,7 @@ def _compare(reference: Reference, ours: Figures) -> _Verdict:
         if _is_rounding(reference, ours, alone):
             worst = largest(ours, alone)
             return _Verdict(f"equals one process to {worst:.0e}, as far as {reference.config.precision} goes")
-        return _something_else(different)
+        return _something_else(different, draws=reference.draws)
     except CommunicatesError:
         return _Verdict("not compared with one process: the model communicates by itself")
     except Exception as error:
@@ -269,11 +271,15 @@ def _coupled(name: str, strategy: str, *, divides: bool) -> _Verdict:
     return _Verdict(text, "task")
 
 
-def _something_else(different: list[str]) -> _Verdict:
+def _something_else(different: list[str], *, draws: bool) -> _Verdict:
+    noise = (
+        " Forward or loss draws random numbers, and each rank draws its own: they may be the reason, although two "
+        "seeds gave the same."
+    )
     text = (
         "the first step is not that of one process: " + "; ".join(different[:4]) + ". This run would train something "
-        "else. `rung verify` tries other strategies on this task; one process (--nproc 1) and ddp demand least of a "
-        f"model. {_WAY_OUT}"
+        f"else.{noise if draws else ''} `rung verify` tries other strategies on this task; one process (--nproc 1) and "
+        f"ddp demand least of a model. {_WAY_OUT}"
     )
     return _Verdict(text, "model")
 

@@ -13,7 +13,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,9 @@ log = logging.getLogger("rung")
 
 _RETRY_SECONDS = 10.0  # after TensorBoard's files could not be written
 _BLOCK = 2**16  # bytes read at a time
-_SHORT_STEP = 0.02  # seconds
+# The rows of thousands of experts take a hundred kilobytes. They may take so many times the bytes of the steps' lines,
+# and so many beside; of a long run some steps then have none.
+_EXPERT_BYTES, _FREE_BYTES = 4, 2**22
 
 
 class Observer(Protocol):
@@ -67,6 +69,7 @@ class JsonLines:
         self._unwritten = b""  # bytes that a full disk refused; retried with the next record
         self._has_warned = False
         self._slow: set[tuple[int, str]] = set()
+        self._num_bytes_left = _FREE_BYTES  # for the rows of experts
 
     def on_start(self, facts: dict[str, Any], step: int) -> None:
         event = {"event": "resume", "step": step} if step else {"event": "start"}
@@ -88,7 +91,18 @@ class JsonLines:
         self._put({"event": "end", **facts})
 
     def on_steps(self, records: list[StepRecord]) -> None:
-        self._put(*map(_step_row, records))
+        self._put(*(row for record in records for row in self._rows_of(record)))
+
+    def _rows_of(self, record: StepRecord) -> Iterator[dict[str, Any]]:
+        row = _step_row(record)
+        self._num_bytes_left += _EXPERT_BYTES * len(json.dumps(row))
+        yield row
+        if record.experts:  # a line of its own, as it may be long: who reads steps need not parse it
+            line = {"event": "experts", "step": record.step, "layers": record.experts}
+            size = len(json.dumps(line))
+            if size <= self._num_bytes_left:
+                self._num_bytes_left -= size
+                yield line
 
     def on_evaluation(self, record: EvalRecord) -> None:
         row = {"event": "eval", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, **record.metrics}
@@ -289,7 +303,7 @@ def rank_figures(live: JobSnapshot) -> dict[str, float]:
 def _step_row(record: StepRecord) -> dict[str, Any]:
     """The line of a step: its own figures, then those that the task logs."""
     row = asdict(record)
-    del row["logged"]
+    del row["logged"], row["experts"]
     own = {
         key: value
         for key, value in row.items()

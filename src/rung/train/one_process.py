@@ -214,6 +214,7 @@ class Reference:
         self._cached: dict[str, Figures] = {}
         self._before: dict[str, Tensor] = {}  # parameters that forward changes
         self._changes_state = False
+        self.draws = False  # whether forward or loss has drawn random numbers, dropout aside
 
     @property
     def changes_parameters(self) -> bool:
@@ -319,6 +320,7 @@ class Reference:
         generators.restore()
         assert probe.gradients is not None
         self._changes_state = self._changes_state or probe.changes_state
+        self.draws = self.draws or probe.draws
         return Figures(float(probe.loss_share), *numbers_of(probe.gradients))
 
     def _built(self) -> Runtime:

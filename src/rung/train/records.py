@@ -30,6 +30,7 @@ class StepRecord:
     graph_breaks: list[str] | None = None  # why it left code of the main rank uncompiled then
     staleness: int | None = None  # ps-async: updates since the gradient's weights were read
     logged: Mapping[str, float] = field(default_factory=dict)  # by the task
+    experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # rows of each, by layer; where counted
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 
 from rung.checkpoint.notes import Unreported
 from rung.data.batch_shard import LocalBatch
-from rung.distributed.collectives import start_gather
+from rung.distributed.collectives import start_gather, start_sum
 from rung.distributed.torch_private import compile_seconds, graph_breaks
 from rung.distributed.world import World
 from rung.errors import TaskError
@@ -42,6 +42,7 @@ class PendingFetch:
     # Of each rank: losses, waits for data, columns of logged figures, gradient norms, seconds, memory.
     rows: Callable[[], list[list[float]]]
     logged: Callable[[], list[Sums]] = list  # by the task on this rank
+    experts: Callable[[], list[float]] = list  # the sums over all ranks of the rows of experts, step by step
 
 
 class StepBuffer:
@@ -104,10 +105,18 @@ class StepBuffer:
             return PendingFetch([], list)
         losses = self._world.tensors.fetch([result.loss_share for _, result, *_ in steps])
         norms = self._world.tensors.fetch([result.grad_norm for _, result, *_ in steps if result.grad_norm is not None])
+        counted = [result.rows.counts for _, result, *_ in steps if result.rows is not None]  # the same on all ranks
+        own = self._world.tensors.fetch_all(torch.cat(counted)) if counted else list
+        size = self._world.size
         if self._world.device.type == "cpu":
             row = self._row(steps, losses(), logged(), norms())
-            return PendingFetch(steps, start_gather(row, self._world.size), logged)
-        return PendingFetch(steps, lambda: self._world.gather(self._row(steps, losses(), logged(), norms())), logged)
+            return PendingFetch(steps, start_gather(row, size), logged, start_sum(own(), size))
+        return PendingFetch(
+            steps,
+            lambda: self._world.gather(self._row(steps, losses(), logged(), norms())),
+            logged,
+            lambda: start_sum(own(), size)(),
+        )
 
     def _row(self, steps: list[Any], losses: list[float], logged: list[Sums], norms: list[float]) -> list[float]:
         waits = [window.wait_seconds for window, *_ in steps]
@@ -155,6 +164,7 @@ class StepBuffer:
         start, stop = 2 * count, 2 * count + self._columns.width(count)
         norms = iter(rows[0][stop:-2])
         figures = self._columns.figures([row[start:stop] for row in rows], sealed.logged())
+        counts = sealed.experts()
         if self._world.device.type == "cpu":
             self.reports_at_once = len(rows) == 1 or not self._is_patient or rows[0][-2] >= _SHORT_STEP
         records = []
@@ -162,6 +172,10 @@ class StepBuffer:
             self._samples += window.num_global_samples
             # Compiling is no part of a step that says how long others will take.
             seconds = max(0.0, self._clock.between(before, mark) - compiled)
+            experts: dict[str, dict[str, Any]] = {}
+            if result.rows is not None:
+                own, counts = counts[: len(result.rows.counts)], counts[len(result.rows.counts) :]
+                experts = result.rows.named(own)
             slowest = max(range(len(rows)), key=lambda rank: rows[rank][count + index])
             records.append(
                 StepRecord(
@@ -181,6 +195,7 @@ class StepBuffer:
                     graph_breaks=breaks,
                     staleness=result.staleness,
                     logged=figures[index],
+                    experts=experts,
                 )
             )
         return records

@@ -20,7 +20,7 @@ CHROMIUM = next(
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs a browser: apt-get install chromium")
 
 WIDTHS = (390, 1280)
-CHARTS = {"throughput", "memory", "messages", "losses", "timeline", "micro-batches", "predictions", "slow"}
+CHARTS = {"experts", "throughput", "memory", "messages", "losses", "timeline", "micro-batches", "predictions", "slow"}
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,7 @@ def _empty() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("data", "figures"), [(_failed(), set()), (_alone(), {"throughput", "losses"}), (_empty(), set())]
+    ("data", "figures"), [(_failed(), set()), (_alone(), {"throughput", "losses", "experts"}), (_empty(), set())]
 )
 def test_what_is_not_known_is_not_drawn(data: dict[str, Any], figures: set[str]) -> None:
     page = as_page(data)
@@ -246,6 +246,20 @@ def test_figures_that_the_task_logs_have_charts(tmp_path: Path) -> None:
     page = as_page(data)
     assert "logged-0" in page and ">&lt;accuracy&gt;</h2>" in page and "<accuracy>" not in page
     assert "ddp from 0.2 to 0.8" in page
+
+
+def test_the_experts_of_a_run_are_a_map_of_its_last_step(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a", "ep", 2, 0.1)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for step in (8, 4, 1):
+        layers = {"experts": {"rows": [step, 8 - step], "choices": 10, "dropped": 2}}
+        lines.insert(step + 1, {"event": "experts", "step": step, "layers": layers})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = read_all([folder])
+    assert [one["step"] for one in data["rows"][0]["experts"]] == [1, 8]
+    page = as_page(data)
+    assert "experts, expert 0: 8 rows, 100 %, 2.00 x an even share" in page
+    assert "busiest 100 %, least 0 %" in page and "20 % of choices dropped" in page
 
 
 def test_a_run_without_an_end_is_said_to_have_none(tmp_path: Path) -> None:

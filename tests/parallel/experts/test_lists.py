@@ -139,12 +139,25 @@ class Reading(Layer):
 
 
 class Two(Layer):
+    """The rows of a list are the results of another."""
+
     def __init__(self) -> None:
         super().__init__()
         self.more_experts = nn.ModuleList([Expert() for _ in range(EXPERTS)])
 
     def call(self, number: int, rows: Tensor) -> Tensor:
         return self.more_experts[number](self.experts[number](rows))
+
+
+class Beside(Layer):
+    """Calls a list that cannot be shared out, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts_of_others = nn.ModuleList([Expert(), nn.Sequential(nn.Linear(WIDTH, WIDTH))])
+
+    def call(self, number: int, rows: Tensor) -> Tensor:
+        return self.experts[number](rows) + self.experts_of_others[number % 2](rows)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +174,8 @@ class Two(Layer):
         (Numbered, "called with different arguments"),
         (InPlace, "changes its arguments, or the rows of its experts, in place"),
         (Reading, "its module fails on random numbers"),
-        (Two, "one module may call one list"),
+        (Two, "the rows of one of them depend on the results of another"),
+        (Beside, "also calls the modules of blocks.1.experts_of_others, which stay whole"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -202,9 +216,23 @@ def test_a_model_that_calls_experts_itself_has_no_block_to_recompute() -> None:
         build_runtime(text_task(model=Listed), world, config, total_steps=1)
 
 
-def test_experts_in_a_list_are_not_cut_twice() -> None:
-    with pytest.raises(StrategyError, match="shared out by ep or cut by tp, not both"):
-        shared_out(partial(Model, Layer), "ep2,tp2", 4)
+def test_what_calls_experts_in_a_list_is_whole_on_the_ranks_of_a_tensor_group() -> None:
+    parallel = shared_out(partial(Model, Layer), "ep2,tp2", 4)
+    assert parallel.plan is not None and parallel.experts is not None
+    caller = parallel.experts.lists[0].call.caller
+    assert not any(name.startswith(caller) for name in parallel.plan.styles)
+    assert any("ep shares out the experts that they call" in note for note in parallel.notes)
+
+
+def test_a_list_that_the_model_itself_calls_is_not_shared_out_with_tp() -> None:
+    with pytest.raises(ModelError, match="what calls them stays whole"):
+        shared_out(Listed, "ep2,tp2", 4)
+
+
+def test_a_list_that_ep_shares_out_is_not_within_cut_sequences() -> None:
+    config = RunConfig(batch_size=8, device="cpu", sequence_parallel=True)
+    with open_fake_world(parse("ep2,tp2", 4)) as world, pytest.raises(StrategyError, match="Leave it out"):
+        build_runtime(text_task(model=partial(Model, Layer)), world, config, total_steps=1)
 
 
 class Remembering(Layer):
@@ -235,7 +263,8 @@ def test_a_module_that_runs_twice_leaves_behind_what_one_call_does() -> None:
             found = [layer.experts[one.number](one.rows) for one in recorded]
         return found, torch.cat(found)
 
-    passes = TwoPasses(layer, layer.experts, call, compute)
+    passes = TwoPasses(layer)
+    passes.add(layer.experts, call, compute)
     passes.install()
     torch.manual_seed(2)
     assert torch.equal(layer(x), expected)

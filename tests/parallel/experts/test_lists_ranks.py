@@ -48,6 +48,13 @@ FULL, SELECTIVE = ({"activation_checkpointing": kind} for kind in ("full", "sele
         slow(models.list_task, "pp2,ep2", {}),
         slow(models.list_task, "pp2,fsdp2,ep2", FULL),
         slow(listed_task, "cp2,ep2", {}),
+        (models.two_lists_task, "ep2", FULL | FEW),
+        slow(models.two_lists_task, "ep2", {}),
+        slow(models.two_lists_task, "fsdp2,ep2", FULL),
+        slow(models.two_lists_task, "pp2,fsdp2,ep2", {}),
+        slow(models.two_lists_task, "ep2,tp2", SELECTIVE),
+        slow(models.list_task, "ep2,tp2", {}),
+        slow(models.lonely_list_task, "fsdp2,ep2,tp2", FULL | FEW),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -162,3 +162,31 @@ def test_experts_are_counted_in_the_data_axis() -> None:
         parse("ddp3,ep2", 3)
     with pytest.raises(StrategyError, match="ep needs a size beside ddp4, as in 'ep2'"):
         parse("ddp4,ep", 4)
+
+
+class Uneven(Experts):
+    """One parameter has rows for more than the experts."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self.up = nn.Parameter(torch.randn(num_experts + 2, 12, 10))
+
+
+class Named(nn.ModuleDict):
+    """Experts by name."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__({f"expert_{number}": nn.Linear(12, 12) for number in range(num_experts)})
+
+    def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        found = torch.stack([expert(rows) for expert in self.values()], 1)
+        return (found.gather(1, chosen.unsqueeze(-1).expand(-1, -1, 12)) * weights.unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Uneven, r"its parameters have not all one row for each expert \(rows: 8, 10\)"), (Named, "it is a ModuleDict")],
+)
+def test_experts_of_another_form_are_named(kind: Any, reason: str) -> None:
+    with pytest.raises(ModelError, match=rf"blocks\.\*\.experts: {reason}"):
+        shared_out(lambda: with_experts(kind))

@@ -315,6 +315,14 @@ def test_a_model_s_own_plan_is_honoured_and_completed() -> None:
     assert words(plan)["lm_head"] == "vocabulary_head"
 
 
+def test_a_model_s_own_plan_that_does_not_hold_is_derived() -> None:
+    """One head of keys for four of queries, which the plan would cut in two."""
+    plan = plan_of(Carrying(groups=1), torch.zeros(2, 6, dtype=torch.long), 2)
+    assert plan.source == "derived"
+    assert words(plan, "model.layers.1.mlp.") == {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+    assert any("the model's own plan does not hold" in note for note in plan.notes)
+
+
 def test_a_cache_does_not_keep_a_block_from_being_tried() -> None:
     class DynamicCache(list):  # type: ignore[type-arg]
         pass

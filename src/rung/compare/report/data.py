@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rung.errors import ReportError
+from rung.spec.expert_rows import LayerRows, read_layers
 
 FORMAT = "rung-compare 1"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
@@ -108,6 +109,7 @@ class ReportRow:
     exposed_seconds: float | None = None  # of a step, waiting for messages
     losses: Points = ()
     logged: Mapping[str, Points] = field(default_factory=dict)  # by the task
+    experts: tuple[tuple[int, tuple[LayerRows, ...]], ...] = ()  # step and layers, of the first and of the last
     loss_difference: float | None = None
     parameter_difference: float | None = None
     timeline: Timeline | None = None
@@ -246,6 +248,9 @@ def _row(raw: Mapping[str, Any]) -> ReportRow:
         exposed_seconds=number(communication.get("exposed_seconds")),
         losses=_points(raw.get("losses") or ()),
         logged={str(name): _points(points) for name, points in _few(raw.get("logged") or {}, _MOST_ENTRIES).items()},
+        experts=tuple(
+            (_count(one["step"]), tuple(read_layers(one.get("layers")))) for one in _few(raw.get("experts") or (), 2)
+        ),
         loss_difference=number(difference.get("loss")),
         parameter_difference=number(difference.get("parameters")),
         timeline=_timeline(timeline) if timeline else None,

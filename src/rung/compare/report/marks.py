@@ -139,6 +139,12 @@ def figure(name: str, title: str, caption: str, body: str, *, wide: bool = False
     )
 
 
+def scrolled(name: str, body: str) -> str:
+    """A chart that keeps its width on a narrow page."""
+    inner = f'<div class="broad">{body}</div>'
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{text(name)}">{inner}</div>'
+
+
 def strips(entries: Sequence[Strip]) -> str:
     return f'<div class="strips">{"".join(entry.render() for entry in entries)}</div>'
 

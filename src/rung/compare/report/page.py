@@ -15,6 +15,7 @@ from typing import Any
 from rung.compare.report.charts import draw_memory, draw_messages, draw_predictions, draw_slow, draw_throughput
 from rung.compare.report.curves import draw_logged, draw_losses
 from rung.compare.report.data import Comparison, read_comparison
+from rung.compare.report.experts import draw_experts
 from rung.compare.report.markdown import as_markdown, describe_run
 from rung.compare.report.marks import plural, prose, rate, rows_with_index, text, times
 from rung.compare.report.table import draw_table
@@ -146,7 +147,8 @@ def _loss_difference(comparison: Comparison) -> list[tuple[str, str, str]]:
 def _body(comparison: Comparison) -> str:
     table = draw_table(comparison) if comparison.rows else '<p class="nothing">There is no strategy to show.</p>'
     charts = _columns(comparison) + "".join(
-        draw(comparison) for draw in (draw_logged, draw_timelines, draw_micro_batches, draw_slow, draw_predictions)
+        draw(comparison)
+        for draw in (draw_experts, draw_logged, draw_timelines, draw_micro_batches, draw_slow, draw_predictions)
     )
     notes = "".join(f"<li>{prose(note)}</li>" for note in comparison.notes)
     left_out = f'<ul class="notes" id="notes" aria-label="What is left out">{notes}</ul>' if notes else ""

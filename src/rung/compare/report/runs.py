@@ -123,13 +123,17 @@ def _read_lines(opened: BinaryIO, events: list[dict[str, Any]], steps: _Steps, l
             steps.add(text)
         if line is not None and line["event"] == "log":
             logs.add(text)
-        if line is None or line["event"] not in ("start", "resume", "end", "slow"):
+        if line is None or line["event"] not in ("start", "resume", "end", "slow", "experts"):
             continue
         steps.keep_last()
         if line["event"] == "resume":
             for lines in (steps, logs):
                 lines.go_back(line["step"])
             events[:] = [o for o in events if o["event"] == "start" or _step_of(o) <= line["step"]]
+        if line["event"] == "experts":  # of many steps, the first and the last are shown
+            of_before = [place for place, one in enumerate(events) if one["event"] == "experts"]
+            if len(of_before) > 1:
+                del events[of_before[-1]]
         events.append(line)
     steps.keep_last()
     logs.keep_last()
@@ -215,6 +219,7 @@ _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
         "others_seconds": lambda value: _is_figure(value) and number(value) is not None,
     },
     "log": {"step": _is_count},
+    "experts": {"step": _is_count, "layers": lambda value: isinstance(value, dict)},
     "end": {},
 }
 
@@ -246,6 +251,7 @@ def _row(start: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[s
         "losses": [[line["step"], line["loss"]] for line in steps],
         "logged": logged_points([(line["step"], line) for line in lines if line["event"] in ("step", "log")]),
         "slow": _slow_ranks(lines),
+        "experts": [{"step": line["step"], "layers": line["layers"]} for line in lines if line["event"] == "experts"],
     }
     peak = max((found for line in steps if (found := number(line["peak_memory_bytes"])) is not None), default=None)
     if start.get("device") == "cuda":  # on a GPU, the peak counts tensors on the fullest rank

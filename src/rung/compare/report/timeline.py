@@ -16,9 +16,9 @@ from rung.compare.report.marks import (
     picture,
     rect,
     rows_with_index,
+    scrolled,
     share,
     strips,
-    text,
     text_at,
 )
 from rung.system.units import human_seconds
@@ -49,7 +49,7 @@ def draw_timelines(comparison: Comparison) -> str:
         ],
     )
     caption = "The phases of each rank in one step, all on one time scale; messages run below the work they overlap."
-    body = f'<div class="bar">{legend(entries)}{button}</div>{_scrolled("timelines", strips(drawn))}{table}'
+    body = f'<div class="bar">{legend(entries)}{button}</div>{scrolled("timelines", strips(drawn))}{table}'
     return figure("timeline", "One step", caption, body, wide=True)
 
 
@@ -66,13 +66,8 @@ def draw_micro_batches(comparison: Comparison) -> str:
     caption = "The micro-batch that a rank works on, by number; gaps are time without one."
     entries = legend([("forward", "t-forward"), ("backward", "t-backward"), ("without a micro-batch", "idle")])
     return figure(
-        "micro-batches", "Micro-batches", caption, entries + _scrolled("micro-batches", strips(drawn)), wide=True
+        "micro-batches", "Micro-batches", caption, entries + scrolled("micro-batches", strips(drawn)), wide=True
     )
-
-
-def _scrolled(name: str, body: str) -> str:
-    inner = f'<div class="broad">{body}</div>'
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{text(name)}">{inner}</div>'
 
 
 def _total(lane: Lane, what: str) -> float:

@@ -145,6 +145,7 @@ class ContextParallel:
         self._attentions: dict[Any, tuple[Attention, Callable[..., Tensor]]] = {}
         self._cut_by: str | None = None  # the block whose cut result no other has taken yet
         self._current: RankPositions | None = None  # of the forward pass that is under way
+        self._inside: RankPositions | None = None  # of the block whose forward runs
 
     def watch(self, model: nn.Module) -> None:
         """Notice when a model's forward ends with a cut result, because it calls its blocks in another way."""
@@ -155,6 +156,10 @@ class ContextParallel:
                 raise _changed(name, "what takes its result")
 
         model.register_forward_hook(check)
+
+    def is_even(self) -> bool | None:
+        """Whether no rank has a position again, in the block whose forward runs; None outside of blocks."""
+        return self._inside.is_even if self._inside is not None else None
 
     def recompute(self, name: str, block: nn.Module) -> None:
         """Let a block find its positions when backward computes it again. Before activation checkpointing."""
@@ -180,11 +185,15 @@ class ContextParallel:
                 raise _changed(self._cut_by, "what takes its result")
             positions = self._positions(name, plan, leaves(args, kwargs))
             args, kwargs = map_leaves(args, kwargs, functools.partial(self._part, name, plan, positions))
-            if is_recomputed:
-                output = forward(*args, **kwargs, **{_LENGTH: positions.length})
-            else:
-                with attending_with(self._attention(name, positions)):
-                    output = forward(*args, **kwargs)
+            before, self._inside = self._inside, positions
+            try:
+                if is_recomputed:
+                    output = forward(*args, **kwargs, **{_LENGTH: positions.length})
+                else:
+                    with attending_with(self._attention(name, positions)):
+                        output = forward(*args, **kwargs)
+            finally:
+                self._inside = before
             self._cut_by = name if plan.stays_cut else None
             if plan.stays_cut:
                 return output

@@ -43,6 +43,11 @@ class RankPositions:
     def each(self) -> int:
         return 2 * self.chunk
 
+    @property
+    def is_even(self) -> bool:
+        """Whether no rank has a position again."""
+        return self.num_ranks * self.each == self.length
+
     def spans(self, rank: int) -> list[tuple[int, int]]:
         """The first position and the one after the last of a rank's two chunks, before the sequence ends."""
         starts = [number * self.chunk for number in (rank, 2 * self.num_ranks - 1 - rank)]

@@ -26,7 +26,7 @@ from rung.parallel.collectives import exchange, scale_gradient
 from rung.parallel.experts.lists import callers_of_lists
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.shared_list import SharedList
-from rung.parallel.experts.two_passes import ListCall
+from rung.parallel.experts.two_passes import ListCall, TwoPasses
 from rung.parallel.experts.validate import ExpertCall, num_experts_of, part_of, prove, refuse, run_rows
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.pipeline.partition import lies_in
@@ -89,7 +89,7 @@ def plan_experts(
     """Share out all experts that can be."""
     calls = {name: call for name, call in found.items() if isinstance(call, ExpertCall)}
     called = {name: call for name, call in lists.items() if isinstance(call, ListCall)}
-    left = {fold([name])[0]: why for name, why in {**found, **lists}.items() if isinstance(why, str)}
+    left = {fold([n])[0]: why for n, why in {**_unlike(model), **found, **lists}.items() if isinstance(why, str)}
     if not calls and not called:
         raise refuse(left)
     counts = {call.num_experts for call in calls.values()} | {call.num_experts for call in called.values()}
@@ -100,8 +100,24 @@ def plan_experts(
     ]
     notes += [f"expert parallel: {name} is left whole: {why}" for name, why in left.items()]
     plan = ExpertPlan(calls, notes, ExpertLoads(planned))
-    plan.lists = [SharedList(model, call, world, plan.loads) for call in called.values()]
+    passes = {name: TwoPasses(model.get_submodule(name)) for name in {call.caller for call in called.values()}}
+    plan.lists = [SharedList(model, call, world, plan.loads, passes[call.caller]) for call in called.values()]
     return plan
+
+
+def _unlike(model: nn.Module) -> dict[str, str]:
+    """Modules that are named as experts and are none that could be shared out, and why."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if "expert" not in name.rpartition(".")[2]:
+            continue
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, nn.ModuleDict):
+            found[name] = "it is a ModuleDict; experts in a ModuleList can be shared out"
+        elif any(parameter.dim() == 3 for parameter in own) and num_experts_of(module) is None:
+            counts = sorted({parameter.shape[0] for parameter in own})
+            found[name] = f"its parameters have not all one row for each expert (rows: {', '.join(map(str, counts))})"
+    return found
 
 
 def share_out(module: nn.Module, call: ExpertCall, world: World, loads: ExpertLoads) -> None:

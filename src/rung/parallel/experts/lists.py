@@ -6,8 +6,9 @@ A list of layers is no list of experts: those are called on rows that do not dep
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,13 +53,20 @@ def find_lists(tracer: ForwardTracer, num_ranks: int, example: Any) -> dict[str,
     with fake_world.outside_fakes():
         for name, module in lists.items():
             calls = [call for call in of_experts.calls if experts[call.name] == name]
-            indices = {call.index for call in calls}
+            indices = {call.index for call in of_experts.calls if callers[experts[call.name]] == callers[name]}
             if any(isinstance(source, tuple) and source[0] in indices for call in calls for source in call.needs):
                 if "expert" in name.rpartition(".")[2]:
                     found[name] = "the rows of one of them depend on the results of another"
                 continue
-            others = [one for one, caller in callers.items() if caller == callers[name] and one != name]
-            found[name] = _prove(model, name, module, calls, of_callers.get(callers[name]), others, num_ranks)
+            found[name] = _prove(model, name, module, calls, of_callers.get(callers[name]), num_ranks)
+        for caller in dict.fromkeys(callers.values()):
+            own = {name: call for name, call in found.items() if callers[name] == caller}
+            proven = {lists[name]: call for name, call in own.items() if isinstance(call, ListCall)}
+            problem = _why_wrong(proven, of_callers[caller]) if proven else ""
+            # A list that stays whole would be computed twice, with the rows of zeros that others give at first.
+            left = next((name for name, why in own.items() if isinstance(why, str)), "")
+            problem = f"{caller or 'the model'} also calls the modules of {left}, which stay whole" if left else problem
+            found |= dict.fromkeys((name for name in own if problem and isinstance(own[name], ListCall)), problem)
     return found
 
 
@@ -93,7 +101,6 @@ def _prove(
     module: nn.Module,
     calls: list[Call],
     caller: Call | None,
-    others: list[str],
     num_ranks: int,
 ) -> ListCall | str:
     first, *rest = experts = list(module.children())
@@ -114,12 +121,10 @@ def _prove(
         return f"its {len(experts)} experts, {each} on a rank, leave none for the last of {num_ranks} ranks"
     if not calls or caller is None:
         return "the model does not call its modules within the module that holds the list"
-    if others:
-        return f"{caller.name or 'the model'} also calls the modules of {others[0]}; one module may call one list"
     found = _arguments_of(calls, name, caller.name, len(experts))
     if isinstance(found, str):
         return found
-    return _why_rows_are_mixed(first, calls[0], found) or _why_wrong(module, caller, found) or found
+    return _why_rows_are_mixed(first, calls[0], found) or found
 
 
 def _arguments_of(calls: list[Call], name: str, caller: str, num_experts: int) -> ListCall | str:
@@ -164,11 +169,12 @@ def _why_rows_are_mixed(expert: nn.Module, traced: Call, call: ListCall) -> str:
     return ""
 
 
-def _why_wrong(module: nn.Module, caller: Call, call: ListCall) -> str:
+def _why_wrong(lists: Mapping[nn.Module, ListCall], caller: Call) -> str:
     """Why the two passes of the calling module do not compute what it does by itself; empty if they do. Simple
     functions of rows are the experts here."""
-    owner, inside = caller.module, call.name.removeprefix(f"{caller.name}." if caller.name else "")
-    kept = {one: vars(one).get("forward") for one in (owner, *module.children())}
+    owner, start = caller.module, f"{caller.name}." if caller.name else ""
+    inside = [call.name.removeprefix(start) for call in lists.values()]
+    kept = {one: vars(one).get("forward") for one in (owner, *(e for module in lists for e in module.children()))}
     training = {one: one.training for one in owner.modules()}
     problem = ""
     with isolated():
@@ -181,7 +187,7 @@ def _why_wrong(module: nn.Module, caller: Call, call: ListCall) -> str:
                     owner.train(is_training)
                     found = []
                     for in_two_passes in (False, True):
-                        _replace_experts(module, owner, call, sign, in_two_passes)
+                        _replace_experts(lists, owner, sign, in_two_passes)
                         found.append(_results(owner, state, args, kwargs))
                         _put_back(kept)
                     if not _are_equal(*found):
@@ -199,29 +205,37 @@ def _why_wrong(module: nn.Module, caller: Call, call: ListCall) -> str:
     return problem
 
 
-def _replace_experts(module: nn.Module, owner: nn.Module, call: ListCall, sign: float, in_two_passes: bool) -> None:
-    def function_of(number: int) -> Callable[..., Tensor]:
-        def run(*args: Any, **kwargs: Any) -> Tensor:
-            rows: Tensor = dict([*enumerate(args), *kwargs.items()])[call.rows]
-            found = sign * torch.sin(rows * (1 + number / call.num_experts) + number)
-            if call.widths[0] != call.widths[1]:
-                found = found.mean(-1, keepdim=True) * torch.linspace(0.5, 1.0, call.widths[1])
-            return found
-
-        return run
-
-    functions = [function_of(number) for number in range(call.num_experts)]
-    for expert, function in zip(module.children(), functions, strict=True):
-        expert.forward = function
-    if in_two_passes:
+def _replace_experts(lists: Mapping[nn.Module, ListCall], owner: nn.Module, sign: float, in_two_passes: bool) -> None:
+    passes = TwoPasses(owner)
+    for place, (module, call) in enumerate(lists.items()):
+        functions = [_function_of(call, number, sign, place) for number in range(call.num_experts)]
+        for expert, function in zip(module.children(), functions, strict=True):
+            expert.forward = function
         real = replace(call, dtypes=(torch.float32, torch.float32))
+        passes.add(module, real, partial(_computed, real, functions))
+    if in_two_passes:
+        passes.install()
 
-        def compute(recorded: list[Recorded]) -> tuple[list[Tensor], None]:
-            if not recorded:
-                raise ValueError("it calls none of the experts")
-            return [call.compute(functions[one.number], one.rows) for one in recorded], None
 
-        TwoPasses(owner, module, real, compute).install()
+def _function_of(call: ListCall, number: int, sign: float, place: int) -> Callable[..., Tensor]:
+    """Stands for an expert: another function for each, also of other lists."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        rows: Tensor = dict([*enumerate(args), *kwargs.items()])[call.rows]
+        found = sign * torch.sin(rows * (1 + number / call.num_experts + place) + number)
+        if call.widths[0] != call.widths[1]:
+            found = found.mean(-1, keepdim=True) * torch.linspace(0.5, 1.0, call.widths[1])
+        return found
+
+    return run
+
+
+def _computed(
+    call: ListCall, functions: Sequence[Callable[..., Tensor]], recorded: list[Recorded]
+) -> tuple[list[Tensor], None]:
+    if not recorded:
+        raise ValueError("it calls none of the experts")
+    return [call.compute(functions[one.number], one.rows) for one in recorded], None
 
 
 def _put_back(kept: Mapping[nn.Module, Any]) -> None:

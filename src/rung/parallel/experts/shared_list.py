@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from rung.distributed import fake_world
 from rung.distributed.collectives import gather_flat
 from rung.distributed.world import World
-from rung.errors import ModelError, StrategyError
+from rung.errors import ModelError
 from rung.parallel.collectives import exchange, scale_gradient
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.two_passes import ListCall, Recorded, TwoPasses
@@ -29,7 +29,8 @@ from rung.spec.strategy import Layout
 class SharedList:
     """The experts of one list on this rank."""
 
-    def __init__(self, model: nn.Module, call: ListCall, world: World, loads: ExpertLoads) -> None:
+    def __init__(self, model: nn.Module, call: ListCall, world: World, loads: ExpertLoads, passes: TwoPasses) -> None:
+        """`passes`: of the module that calls the list, which may call others."""
         with fake_world.outside_fakes():
             mesh = world.axis("ep")
             self.group: dist.ProcessGroup = mesh.get_group()
@@ -42,7 +43,8 @@ class SharedList:
         self.module = found
         self.is_unit = False  # once FSDP shards it
         self._called: set[int] = set()  # of this rank's experts, by any rank since the last `take_uncalled`
-        self._passes = TwoPasses(model.get_submodule(call.caller), found, call, self._compute)
+        self._passes = passes
+        passes.add(found, call, self._compute)
 
     def install(self) -> None:
         """Exchange the forward of the experts and of the module that calls them, before anything else wraps it."""
@@ -67,6 +69,10 @@ class SharedList:
         apply(experts)
         experts.__class__ = FSDPExpertList
         self.is_unit = True
+
+    def is_recording(self) -> bool:
+        """Whether an expert is now called with this rank's own rows, and for the first time."""
+        return self._passes.is_recording
 
     @property
     def foreign(self) -> set[str]:
@@ -165,10 +171,10 @@ class SharedList:
 
 
 def _refuse_layout(call: ListCall, layout: Layout) -> None:
-    if cuts_layers(layout):
-        raise StrategyError(
-            f"{layout.name}: the experts of {call.name}, a ModuleList, are shared out by ep or cut by tp, not both. "
-            "Leave out one of them."
+    if not call.caller and cuts_layers(layout):
+        raise ModelError(
+            f"the model's own forward calls the experts of {call.name}, and under {layout.name} what calls them stays "
+            "whole on the ranks of a tensor group. Call them in the forward of a module of their own."
         )
     if not call.caller and layout.num_stages > 1:
         raise ModelError(

@@ -62,6 +62,7 @@ class ListCall:
 class Recorded:
     """One call of an expert in the first pass."""
 
+    call: ListCall
     number: int
     rows: Tensor
     version: int
@@ -72,20 +73,33 @@ Compute = Callable[[list[Recorded]], tuple[list[Tensor], Tensor | None]]
 
 
 class TwoPasses:
-    """Stands in for the forward of a module and of the experts that it calls."""
+    """Stands in for the forward of a module and of the experts of the lists that it calls."""
 
-    def __init__(self, caller: nn.Module, experts: nn.Module, call: ListCall, compute: Compute) -> None:
+    def __init__(self, caller: nn.Module) -> None:
         self.caller = caller
-        self._experts, self._call, self._compute = experts, call, compute
+        self._lists: dict[ListCall, tuple[nn.Module, Compute]] = {}
         self._recorded: list[Recorded] | None = None
         self._results: Iterator[tuple[Recorded, Tensor]] | None = None
-        self._is_computing = False
+        self._is_computing = self._is_installed = False
+
+    def add(self, experts: nn.Module, call: ListCall, compute: Compute) -> None:
+        """Take on a list. Before `install`."""
+        self._lists[call] = experts, compute
 
     def install(self) -> None:
-        """Exchange the modules' forward in place."""
-        for number, expert in enumerate(self._experts.children()):
-            expert.forward = self._stand_in(number, expert.forward)
+        """Exchange the modules' forward in place, once."""
+        if self._is_installed:
+            return
+        self._is_installed = True
+        for call, (experts, _) in self._lists.items():
+            for number, expert in enumerate(experts.children()):
+                expert.forward = self._stand_in(call, number, expert.forward)
         self.caller.forward = torch.compiler.disable(self._around(self.caller.forward))  # type: ignore[no-untyped-call]
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether this is the first pass, in which experts are called as the module's own code calls them."""
+        return self._recorded is not None
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -96,15 +110,13 @@ class TwoPasses:
         finally:
             self._is_computing = False
 
-    def _stand_in(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        call = self._call
-
+    def _stand_in(self, call: ListCall, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._is_computing:
                 return forward(*args, **kwargs)
             rows = call.rows_of(number, args, kwargs)
             if self._recorded is not None:
-                self._recorded.append(Recorded(number, rows, version(rows)))
+                self._recorded.append(Recorded(call, number, rows, version(rows)))
                 return rows.new_zeros((*rows.shape[:-1], call.widths[1]), dtype=call.dtypes[1])
             if self._results is None:
                 raise ModelError(
@@ -112,7 +124,7 @@ class TwoPasses:
                     "which rank it is. Call it there."
                 )
             earlier, result = next(self._results, (None, rows))
-            if earlier is None or earlier.number != number or earlier.rows.shape != rows.shape:
+            if earlier is None or (earlier.call, earlier.number) != (call, number) or earlier.rows.shape != rows.shape:
                 raise ModelError(
                     f"the rows of {call.name}.{number} depend on what the experts have computed, so that they cannot "
                     "be sent to another rank together."
@@ -122,9 +134,12 @@ class TwoPasses:
         return run
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        caller = next(iter(self._lists)).caller or "the model"
+        lists = nn.ModuleList([experts for experts, _ in self._lists.values()])
+
         def run(*args: Any, **kwargs: Any) -> Any:
             generators = _Generators(args, kwargs)
-            state = ModuleState(self.caller, besides=self._experts)
+            state = ModuleState(self.caller, besides=lists)
             given = [(tensor, version(tensor)) for tensor in tensors_of((args, kwargs))]
             recorded: list[Recorded] = []
             self._recorded = recorded
@@ -137,10 +152,10 @@ class TwoPasses:
                 version(one.rows) != one.version for one in recorded
             ):
                 raise ModelError(
-                    f"{self._call.caller or 'the model'} changes its arguments, or the rows of its experts, in place. "
+                    f"{caller} changes its arguments, or the rows of its experts, in place. "
                     "It is run twice where ranks share out its experts, so that it must leave them as they are."
                 )
-            results, last = self._compute(recorded)
+            results, last = self._compute_all(recorded)
             after = generators.begin_again()
             self._results = pairs = iter(zip(recorded, results, strict=True))
             try:
@@ -148,11 +163,25 @@ class TwoPasses:
             finally:
                 self._results = None
             if next(pairs, None) is not None:
-                raise ModelError(f"which of {self._call.name} are called depends on what the experts have computed.")
+                names = " and ".join(call.name for call in self._lists)
+                raise ModelError(f"which of {names} are called depends on what the experts have computed.")
             after()
-            return depend_on(output, last) if last is not None and last.requires_grad else output
+            for one in last:
+                output = depend_on(output, one)
+            return output
 
         return run
+
+    def _compute_all(self, recorded: list[Recorded]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results of all calls in their order, and what the output must depend on."""
+        results: dict[int, Tensor] = {}
+        last: list[Tensor] = []
+        for call, (_, compute) in self._lists.items():
+            own = [place for place, one in enumerate(recorded) if one.call == call]
+            found, joined = compute([recorded[place] for place in own])
+            results |= dict(zip(own, found, strict=True))
+            last += [joined] if joined is not None and joined.requires_grad else []
+        return [results[place] for place in range(len(recorded))], last
 
 
 class _Generators:

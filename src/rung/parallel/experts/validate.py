@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class ExpertCall:
     weight: Key | None  # by which the results are multiplied; it does so itself
     numbers: tuple[str, ...]  # attributes with the number of experts
     width: int  # of a row of its result
+    multiplies: bool = False  # whether a weight of 0 is known to give a result of 0
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows of hidden values, the experts of each row, and their weights."""
@@ -102,7 +104,7 @@ def part_of(num_experts: int, num_ranks: int, rank: int) -> range:
 
 def prove(call: Call, num_ranks: int) -> ExpertCall | str:
     """How the experts of a call are shared out among `num_ranks`; or why they cannot be."""
-    found = _arguments_of(call)
+    found = arguments_of(call)
     if isinstance(found, str):
         return found
     if len(part_of(found.num_experts, num_ranks, num_ranks - 1)) == 0:
@@ -120,7 +122,29 @@ def prove(call: Call, num_ranks: int) -> ExpertCall | str:
     return problem
 
 
-def _arguments_of(call: Call) -> ExpertCall | str:
+def weight_multiplies(found: ExpertCall, call: Call) -> ExpertCall:
+    """The same, with whether a choice of weight 0 adds nothing, on random numbers."""
+    if found.weight is None:
+        return found
+    args, kwargs = call.args, call.kwargs
+    width = found.hidden_values(args, kwargs).shape[-1]
+    small, divisor = _scaled_down(call.module, found.num_experts, width)
+    index = torch.arange(_NUM_ROWS) % found.num_experts
+    for dtype in _CLOSE:
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=dtype)
+        shapes = {name: (len(p), *(size // divisor for size in p.shape[1:])) for name, p in small.named_parameters()}
+        parameters = {name: draw(shape) for name, shape in shapes.items()}
+        rows, weight = draw((_NUM_ROWS, width // divisor)), torch.zeros(_NUM_ROWS, dtype=dtype)
+        try:
+            result = run_rows(small, parameters, found, args, kwargs, rows, index, weight)
+        except (NotImplementedError, RuntimeError):  # no kernel of grouped products for float64
+            continue
+        return replace(found, multiplies=not bool(result.any()))
+    return found
+
+
+def arguments_of(call: Call) -> ExpertCall | str:
+    """What the arguments of a call look like, without a proof; or why they look like nothing that could be shared."""
     num_experts = num_experts_of(call.module)
     assert num_experts is not None
     named: dict[Key, Any] = dict([*enumerate(call.args), *call.kwargs.items()])

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from rung.distributed.torch_private import Dropout
-from rung.errors import StrategyError
+from rung.errors import StrategyError, TaskError
 from rung.parallel.blocks import BlockReuse, describe, fold
 from rung.parallel.experts.validate import ExpertCall
 from rung.parallel.forward_trace import Call, tensors_of
@@ -63,7 +63,11 @@ def make_plan(
         pairs = check_styles(survey, styles)
     elif carried := carried_plan(survey.model):
         source, styles = "model", match_carried(survey, carried)
-        pairs = check_styles(survey, styles)
+        try:
+            pairs = check_styles(survey, styles)
+        except TaskError as error:  # which the user cannot change, and no number of ranks would help
+            survey.notes.append(f"the model's own plan does not hold, so that a plan is derived: {error}")
+            source, styles, pairs = "derived", {}, []
     else:
         source, styles, pairs = "derived", {}, []
     if source != "task":
@@ -127,6 +131,18 @@ def plan_adapters(plan: TensorPlan, layers: Mapping[str, Any]) -> TensorPlan:
         for pair in plan.pairs
     ]
     return replace(plan, styles=styles, pairs=tuple(pairs))
+
+
+def plan_outside(plan: TensorPlan, modules: set[str]) -> TensorPlan:
+    """The plan without what lies in some modules, which stay whole, and without the partners of that."""
+
+    def is_inside(name: str) -> bool:
+        return any(name == one or name.startswith(f"{one}.") for one in modules)
+
+    dropped = [pair for pair in plan.pairs if any(map(is_inside, (*pair.columns, pair.rows)))]
+    partners = {name for pair in dropped for name in (*pair.columns, pair.rows, *pair.summed)}
+    styles = {n: style for n, style in plan.styles.items() if n not in partners and not is_inside(n)}
+    return replace(plan, styles=styles, pairs=tuple(pair for pair in plan.pairs if pair not in dropped))
 
 
 def _base_layer(name: str, adapted: Mapping[str, Any]) -> str:
