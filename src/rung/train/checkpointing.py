@@ -24,7 +24,6 @@ from rung.checkpoint import (
     state_folders,
 )
 from rung.checkpoint.manifest import newest_good, remove, steps_in
-from rung.checkpoint.notes import Unreported
 from rung.checkpoint.state import small_state
 from rung.checkpoint.stored import StoredCheckpoints
 from rung.errors import CheckpointError
@@ -130,12 +129,8 @@ class Checkpointing:
             emergency_folder(run_dir), runtime, settings, start, is_kept=found is not None
         )
         self.before_step = self._emergency_saver.before_step
-
-    def save_unreported(self, take: Callable[[], Unreported]) -> None:
-        """Let states that ranks save on their own have the figures of steps whose lines are not written."""
-        for saver in (self._emergency_saver, self._replicator):
-            if saver is not None:
-                saver.unreported = take
+        # States that ranks save on their own; they also have the figures of steps whose lines are not written yet.
+        self.own_savers = [one for one in (self._emergency_saver, self._replicator) if one is not None]
 
     def after_step(self, position: Position) -> None:
         if not self._is_checked:

@@ -103,7 +103,8 @@ class _Loop:
         self._last: StepRecord | None = None
         self._measured: EvalRecord | None = None
         if self._checkpointing is not None:
-            self._checkpointing.save_unreported(self._buffer.unreported)
+            for saver in self._checkpointing.own_savers:
+                saver.unreported = self._buffer.unreported
         self._finite_check = FiniteCheck(config, world, self._checkpointing)
         self._same_windows = SameWindows(world, batches)
         self._replica_check = ReplicaCheck(runtime, config, self._checkpointing)
