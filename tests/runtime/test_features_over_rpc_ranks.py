@@ -198,7 +198,7 @@ def test_all_of_it_at_once(strategy: str, form: str, tmp_path: Path) -> None:
         assert all(abs(row[key] - found[row["step"]][key]) < 1e-9 for key in evaluations)
 
 
-@pytest.mark.parametrize("strategy", [slow("ps"), slow("ddp+ps"), slow("rpc-pp")])
+@pytest.mark.parametrize("strategy", ["ps", slow("ddp+ps"), slow("rpc-pp")])
 def test_a_run_ends_when_nothing_gets_better(strategy: str, tmp_path: Path) -> None:
     """`--patience`, with the equal average of the weights."""
     task = tmp_path / "task.py"

@@ -240,7 +240,7 @@ def compile_seconds() -> float:
 def graph_breaks() -> dict[str, int]:
     """Why torch.compile has left code of this process uncompiled so far, and how often. In public it is a log, and an
     error where none is allowed."""
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters  # as above
 
     meant = ("torch.compiler.disable", "qualname: disable", "torch.nn.parallel.distributed")  # by whom wrote that code
     found = {reason: count for reason, count in counters["graph_break"].items() if not any(m in reason for m in meant)}

@@ -146,7 +146,6 @@ def test_rows_of_sequences_that_ranks_share(strategy: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="transformers not installed: pip install 'rung[models]'")
-@pytest.mark.slow
 def test_rows_are_not_counted_where_a_rank_has_a_position_again() -> None:
     """Six tokens on two ranks, each of which has four."""
     assert on_ranks(counted, 2, models.mixtral_task, "cp2", CONFIG) == [[{}, {}]] * 2
