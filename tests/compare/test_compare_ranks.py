@@ -26,7 +26,7 @@ SMALL = [
 ]  # fmt: skip
 ROW_KEYS = {
     "strategy", "ranks", "status", "reason", "step_seconds", "samples_per_second", "speedup", "first_step_seconds",
-    "data_wait_seconds", "memory", "messages", "bytes_per_step", "communication", "losses", "logged",
+    "data_wait_seconds", "memory", "messages", "bytes_per_step", "communication", "losses", "logged", "experts",
     "largest_difference", "timeline", "slow", "other_cores", "predicted", "not_predicted", "prediction_error",
 }  # fmt: skip
 
