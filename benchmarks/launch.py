@@ -53,6 +53,7 @@ data = task.train_data()
 images, labels = next(iter(DataLoader(data, batch_size=32, sampler=DistributedSampler(data))))
 task.loss(model(images), labels).backward()
 optimizer.step()
+dist.barrier()  # or a rank aborts at times, when the other has closed its connections
 dist.destroy_process_group()
 """
 
@@ -82,7 +83,9 @@ def measure(folder: Path, repeats: int) -> dict[str, list[float]]:
         shift = repetition % len(names)
         for name in [*names[shift:], *names[:shift]]:
             started = time.perf_counter()
-            subprocess.run(chosen[name], cwd=folder, env=environment, check=True, capture_output=True)
+            done = subprocess.run(chosen[name], cwd=folder, env=environment, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
             if repetition >= 0:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
