@@ -449,7 +449,7 @@ eval_data = train_data
 
 
 def test_random_numbers_in_collate_are_told_and_no_mistake(launcher: WarmLauncher, tmp_path: Path) -> None:
-    write(tmp_path, MASKS)
+    write(tmp_path, MASKS, BATCH_NORM)  # whose statistics are of the samples of all ranks
     outcome = launcher.run(tmp_path, "--strategy", "ddp", checks=True)
     assert outcome.code == 0, outcome.output
     assert "first step equals one process" in outcome.output
