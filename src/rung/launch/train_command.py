@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # Settings that may differ between the machines of a job.
 _OWN = ("nproc", "out", "rdzv", "rdzv_key", "workers", "keep", "keep_every")
 _WEIGHTS = "model.safetensors"
-_RESULTS = ("metrics.jsonl", _WEIGHTS, "average.safetensors", "tensorboard", "logs", "config.toml")
+_RESULTS = ("metrics.jsonl", _WEIGHTS, "average.safetensors", "checkpoints", "tensorboard", "logs", "config.toml")
 _MAX_FORMINGS = 3  # a stranger who restores an old job's values each time ends this one
 
 
