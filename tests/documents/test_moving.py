@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from rung.data.batch_shard import BatchPartition
+from rung.data.batches import Batches
 from rung.spec.config import RunConfig, resolve
 from rung.spec.task import Task, load_task
 from tests.documents.pages import blocks
@@ -216,3 +219,17 @@ def test_a_script_with_the_trainer_of_hugging_face(folder: Path) -> None:
     theirs = Outcome([x["loss"] for x in lines], [x["grad_norm"] for x in lines], [x["learning_rate"] for x in lines])
     ours = run_task("huggingface/task.py", "single", 1, precision="fp32")
     assert_same(ours, theirs, 2e-5, clip=1.0)
+
+
+def test_samples_mixed_by_the_data_set_are_the_same_on_two_ranks(folder: Path) -> None:
+    names = run_script("vision/mixed.py", {})
+    images = TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
+    data = names["Mixed"]([(image, int(label)) for image, label in images], 6)
+
+    def rows(rank: int, ranks: int) -> torch.Tensor:
+        (window,) = Batches(data, BatchPartition(6, ranks, rank, 6 // ranks), seed=0, num_steps=1)
+        return torch.cat([*window.micro_batches[0].data], dim=1)
+
+    alone = rows(0, 1)
+    assert ((alone[:, 2:] > 0).sum(1) == 2).any(), "some have two labels"
+    assert torch.equal(alone, torch.cat([rows(0, 2), rows(1, 2)]))

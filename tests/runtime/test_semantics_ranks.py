@@ -394,6 +394,15 @@ def test_the_choice_of_batch_norm_is_told_and_local_differs_from_one_process() -
     assert any("batch norm: sync" in note for note in sync[0].notes)
 
 
+def test_a_batch_too_short_for_batch_norm_is_told_with_a_way_out() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:  # 103 samples
+        with_rung(lambda: image_task(model=model), "single", config(batch_size=51, steps=3))
+    assert "step 3 come in micro-batches of 1 over all ranks" in caught.value.__notes__[0]
+
+
 def test_local_batch_norm_is_not_touched_by_a_stand_in() -> None:
     """One sample on two ranks: the second rank's stand-in must leave no trace in what is kept."""
     chosen = config(batch_size=1, steps=2, batch_norm="local")

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import default_collate
 
 from rung.errors import TaskError
 from rung.runtime.set_metrics import merged, state_of, with_state
@@ -266,3 +268,22 @@ def test_a_figure_that_is_no_number_is_refused_with_its_name() -> None:
     task = image_task(model=Net, metrics=lambda output, target: {"seen": Wrong(1)})
     with pytest.raises(TaskError, match=r"metrics\(\)\['seen'\].compute\(\) gives a tensor of shape \(3,\)"):
         with_rung(lambda: task, "single", CONFIG)
+
+
+def test_evaluation_data_have_a_collate_of_their_own() -> None:
+    """Mixed images have several classes each, with which no accuracy could be measured."""
+
+    def mixed(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        images, target = default_collate(samples)
+        shares = functional.one_hot(target, 5).to(images.dtype)
+        return (images + images.roll(1, 0)) / 2, (shares + shares.roll(1, 0)) / 2
+
+    task = image_task(collate=mixed, eval_collate=default_collate)
+    config = RunConfig(batch_size=10, steps=2, precision="fp64", device="cpu")
+    found = with_rung(lambda: task, "single", config)
+    model = task.model().double().eval()
+    model.load_state_dict({name: torch.as_tensor(value) for name, value in found.state.items()})
+    held_out: Any = task.eval_data() if task.eval_data is not None else None
+    images, target = default_collate([held_out[i] for i in range(len(held_out))])
+    loss = task.loss(model(images.double()), target).item()
+    assert found.evaluation["loss"] == pytest.approx(loss, abs=1e-9)

@@ -53,7 +53,7 @@ def averaged_by_hand(task: Task, config: RunConfig) -> tuple[dict[str, torch.Ten
         optimizer.step()
         if schedule is not None:
             schedule.step()
-        if step + 1 >= (config.swa_start or 1):
+        if step + 1 >= (config.swa_start or 1) and step % config.ema_every == 0:
             average.update_parameters(model)
     module = average.module.eval()
     for name, buffer in model.named_buffers():
@@ -130,12 +130,21 @@ def test_the_equal_average_is_that_of_a_plain_loop(strategy: str, ranks: int, mo
     assert largest_difference(expected, found) < 1e-9
 
 
+@pytest.mark.parametrize("every", [2, slow(3)])
+def test_the_average_is_updated_once_in_so_many_steps(every: int) -> None:
+    chosen = RunConfig(**BASE, ema_every=every)
+    _, loss = averaged_by_hand(TASKS["text"](), chosen)
+    _, in_every_step = averaged_by_hand(TASKS["text"](), replace(chosen, ema_every=1))
+    assert abs(loss - in_every_step) > 1e-6
+    assert with_rung(TASKS["text"], "single", chosen).evaluation["loss"] == pytest.approx(loss, abs=1e-9)
+
+
 def test_before_its_first_step_there_is_no_equal_average() -> None:
     chosen = RunConfig(**{**BASE, "ema": None, "swa_start": 12, "steps": None, "epochs": 1})
     assert largest_difference(by_hand(TASKS["text"](), chosen), with_rung(TASKS["text"], "single", chosen)) < 1e-9
 
 
-@pytest.mark.parametrize("kind", [{"ema": 0.8}, {"ema": None, "swa_start": 2}])
+@pytest.mark.parametrize("kind", [{"ema": 0.8, "ema_every": 2}, slow({"ema": 0.8}), {"ema": None, "swa_start": 2}])
 @pytest.mark.parametrize(
     "route",
     [
@@ -251,6 +260,8 @@ def test_what_cannot_be_averaged_is_refused() -> None:
         validate_config(RunConfig(ema=0.9, local_steps=4), parse("ddp", 2))
     with pytest.raises(ConfigError, match="eval_weights=own is for --ema and --swa-start"):
         validate_config(RunConfig(eval_weights="own"), parse("ddp", 2))
+    with pytest.raises(ConfigError, match="ema_every=8 is for --ema"):
+        validate_config(RunConfig(ema_every=8), parse("ddp", 2))
     with pytest.raises(ConfigError, match="below 1"):
         check("ema", 1.0)
     with pytest.raises(ConfigError, match="two averages of the weights"):

@@ -442,15 +442,19 @@ from torch.utils.data import default_collate
 def collate(samples):
     inputs, target = default_collate(samples)
     return inputs * (torch.rand_like(inputs) > 0.15), target
+
+
+eval_data = train_data
 """
 
 
 def test_random_numbers_in_collate_are_told_and_no_mistake(launcher: WarmLauncher, tmp_path: Path) -> None:
-    write(tmp_path, MASKS)
+    write(tmp_path, MASKS, BATCH_NORM)  # whose statistics are of the samples of all ranks
     outcome = launcher.run(tmp_path, "--strategy", "ddp", checks=True)
     assert outcome.code == 0, outcome.output
     assert "first step equals one process" in outcome.output
-    assert "collate draws random numbers" in outcome.output
+    assert "collate draws random numbers for the samples" in outcome.output
+    assert "collate draws random numbers in evaluations, too" in outcome.output
 
 
 # One process needs 4 KiB for weights and gradients, and is given twice that if it has them.

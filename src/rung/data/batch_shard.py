@@ -8,13 +8,14 @@ gets a stand-in sample of weight 0, because it must still take part in the colle
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rung.data.pytree import map_tensors
+from rung.data.pytree import map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,33 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         """Called by torch's loader, which by itself pins tensors in lists and dicts but not in dataclasses."""
         return replace(self, data=map_tensors(self.data, _pinned))
+
+
+def joined(pieces: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Ranks' pieces of a micro-batch as one, or as they are if they cannot be: padded to other lengths, say."""
+    tensors = [tensors_in(piece.data) for piece in pieces]
+    shapes = [[(t.dtype, t.shape[1:], len(t) if t.dim() else -1) for t in own] for own in tensors]
+    fits = all(
+        _has_only_tensors(piece.data)
+        and [row[:2] for row in own] == [row[:2] for row in shapes[0]]
+        and all(length == piece.num_samples for *_, length in own)
+        for piece, own in zip(pieces, shapes, strict=True)
+    )
+    if not pieces or not fits:
+        return [replace(piece, num_global_samples=piece.num_samples) for piece in pieces]
+    whole = iter([torch.cat(column) for column in zip(*tensors, strict=True)])
+    count = sum(piece.num_samples for piece in pieces)
+    bad = tuple(sample for piece in pieces for sample in piece.bad)
+    data = map_tensors(pieces[0].data, lambda _: next(whole))
+    return [replace(pieces[0], data=data, num_samples=count, num_global_samples=count, bad=bad)]
+
+
+def _has_only_tensors(data: Any) -> bool:
+    if isinstance(data, Mapping):
+        return all(_has_only_tensors(value) for value in data.values())
+    if isinstance(data, tuple | list):
+        return all(_has_only_tensors(value) for value in data)
+    return isinstance(data, Tensor)
 
 
 @dataclass(frozen=True)

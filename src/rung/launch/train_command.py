@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # Settings that may differ between the machines of a job.
 _OWN = ("nproc", "out", "rdzv", "rdzv_key", "workers", "keep", "keep_every")
 _WEIGHTS = "model.safetensors"
-_RESULTS = ("metrics.jsonl", _WEIGHTS, "average.safetensors", "tensorboard", "logs", "config.toml")
+_RESULTS = ("metrics.jsonl", _WEIGHTS, "average.safetensors", "checkpoints", "tensorboard", "logs", "config.toml")
 _MAX_FORMINGS = 3  # a stranger who restores an old job's values each time ends this one
 
 
@@ -339,7 +339,7 @@ def _is_done(plan: PreparedJob, run: Path, console: Console) -> bool:
     lost = f"{run} has no {old_run.CONFIG} any more: the settings of this command apply" if base is None else None
     longer = old_run.new_length(base, plan.config) if base is not None else None
     if longer is None and old_run.is_finished(run, plan.config):
-        _say(console, f"{run} is finished: there is nothing to go on with")
+        _say(console, f"{run} is finished: there is nothing to go on with. More --steps or --epochs train further")
         return True
     for line in (lost, longer, old_run.machines_left_out(run, plan.config)):
         if line is not None:

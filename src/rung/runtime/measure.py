@@ -106,7 +106,8 @@ def metric_names(task: Task) -> list[str] | None:
     try:
         if turns is not None:
             turns.current = losses[-1].removesuffix(" loss")  # whose output metrics get
-        batch = map_tensors(example_batch(task.eval_data(), task.collate), lambda tensor: tensor.to("meta"))
+        batch = example_batch(task.eval_data(), task.eval_collate or task.collate)
+        batch = map_tensors(batch, lambda tensor: tensor.to("meta"))
         with torch.device("meta"), torch.no_grad():
             output, target = call_model(task, task.model().eval(), batch)
             return [*losses, *task.metrics(output, target)]

@@ -175,7 +175,12 @@ class StepRuntime(ContextRuntime):
         shares = shares_of(context.task, world, window)
         compares = context.is_first_step and context.unit_calls is not None
         with context.unit_calls.compared() if compares and context.unit_calls is not None else nullcontext():
-            loss_share, used = parts.passes.run(window.micro_batches, shares, parts.averaging)
+            try:
+                loss_share, used = parts.passes.run(window.micro_batches, shares, parts.averaging)
+            except Exception as error:
+                if "more than 1 value per channel" in str(error):  # torch's words, of a batch norm
+                    error.add_note(_too_few(window))
+                raise
         for finalize in parts.finalizers:
             finalize()
         context.unused.check(used)
@@ -240,3 +245,12 @@ class StepRuntime(ContextRuntime):
 
     def device_0_bytes(self) -> dict[str, int]:
         return self.parts.device_0_bytes()
+
+
+def _too_few(window: LocalBatch) -> str:
+    sizes = ", ".join(str(micro.num_global_samples) for micro in window.micro_batches)
+    return (
+        f"A batch norm cannot train on one value. The samples of step {window.step} come in micro-batches of {sizes} "
+        "over all ranks: the last batch of an epoch is short, and so is the last micro-batch of a batch. Use another "
+        "--batch-size or --micro-batch, or leave some samples out of train_data()."
+    )

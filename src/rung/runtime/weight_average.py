@@ -26,7 +26,7 @@ _UPDATES = "updates"  # the key of the number of updates, which checkpoints keep
 def averages_of(context: RuntimeContext, share: Callable[[], None]) -> WeightAverage | None:
     config = context.config
     if config.ema is not None:
-        return WeightAverage(context, share, decay=config.ema)
+        return WeightAverage(context, share, decay=config.ema, every=config.ema_every)
     return WeightAverage(context, share, start=config.swa_start) if config.swa_start is not None else None
 
 
@@ -34,15 +34,23 @@ class WeightAverage:
     """Averages the weights after each update of the optimizer, and puts the average in their place for a while."""
 
     def __init__(
-        self, context: RuntimeContext, share: Callable[[], None], *, decay: float | None = None, start: int = 1
+        self,
+        context: RuntimeContext,
+        share: Callable[[], None],
+        *,
+        decay: float | None = None,
+        start: int = 1,
+        every: int = 1,
     ) -> None:
-        """With `decay` an exponential average, else an equal one; of the weights from the update `start` on. `share`
-        gives what this rank's optimizer holds to the ranks that compute with it (`Runtime.share_weights`)."""
+        """With `decay` an exponential average, else an equal one; of the weights after the update `start` and after
+        each `every`-th later one. `share` gives what this rank's optimizer holds to the ranks that compute with it
+        (`Runtime.share_weights`)."""
         self._optimizer, self._share, self._world = context.optimizer, share, context.world
         held = {id(parameter) for parameter in parameters_of(self._optimizer)}
         self._from_others = [parameter for parameter in context.parameters if id(parameter) not in held]
         self._combine: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self._start, self._counts = start, decay is None
+        self._start, self._every = start, every
+        self._counts = decay is None or every > 1
         self._updates = 0
         self._kept: dict[Tensor, Tensor] = {}  # while the optimizer steps
         self._optimizer.register_step_pre_hook(self._put_aside)
@@ -67,11 +75,11 @@ class WeightAverage:
     def _follow(self, *_: Any) -> None:
         parameters = stepped_parameters(self._optimizer)
         known = [parameter for parameter in parameters if parameter in self._kept]
-        if known:
+        if known and (self._updates - self._start) % self._every == 0:
             averages = [local_part(self._kept[parameter]) for parameter in known]
             # An equal average needs to know of how many weights it is one.
             self._combine(averages, [local_part(p.detach()) for p in known], self._updates - self._start)
-        elif self._updates >= self._start or not self._counts:
+        elif not known and (self._updates >= self._start or not self._counts):
             self._kept = {p: p.detach().clone() for p in parameters if p.grad is not None}
         for parameter, average in self._kept.items():
             self._optimizer.state[parameter][AVERAGE] = average

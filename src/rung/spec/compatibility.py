@@ -38,6 +38,8 @@ def validate_config(config: RunConfig, layout: Layout) -> None:
         )
     if config.eval_weights != "average" and averages is None:
         raise ConfigError(f"eval_weights={config.eval_weights} is for --ema and --swa-start, and neither is set.")
+    if config.ema_every > 1 and config.ema is None:
+        raise ConfigError(f"ema_every={config.ema_every} is for --ema, which is not set.")
     if config.swa_start is not None and config.steps is not None and config.swa_start > config.steps:
         raise ConfigError(f"--swa-start {config.swa_start} is after the last step, {config.steps}.")
     if config.lora is not None and parse_lora(config.lora).base == "bf16" and config.precision != "bf16":

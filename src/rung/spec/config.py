@@ -221,6 +221,7 @@ class RunConfig:
     )
     log_every: int = _setting(10, "steps between two reads of metrics from the device", int)
     eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)
+    ema_every: int = _setting(1, "--ema: steps between two updates of the average", int)
     eval_weights: str = _setting(
         "average", "evaluate the average of --ema or --swa-start, or the own weights", str, ("average", "own")
     )
@@ -246,6 +247,7 @@ _COUNT = re.compile("[0-9]{1,15}")
 _AT_LEAST_ONE = (
     "batch_size", "batch_tokens", "micro_batch", "steps", "epochs", "log_every", "timeout", "checkpoint_every", "keep",
     "keep_every", "grace_seconds", "servers", "local_steps", "patience", "swa_start", "store_timeout",
+    "ema_every",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "workers", "seed", "max_restarts", "staleness", "compress_warmup", "check_every", "skip_bad_samples",
@@ -362,13 +364,11 @@ def check(key: str, value: Any) -> Any:
             f"{key} cannot be {value!r}.{nearest(value, meta['choices'])} It is one of: {', '.join(meta['choices'])}."
         )
     if key == "expert_load" and not value >= 1:
-        raise ConfigError(f"expert_load must be at least 1, where all ranks have the same, not {value}.")
+        raise ConfigError(f"expert_load must be at least 1, where all ranks have as many rows, not {value}.")
     if key in _AT_LEAST_ONE and value < 1:
         raise ConfigError(f"{key} must be at least 1, not {value}.")
     if key == "ema" and not 0 < value < 1:
         raise ConfigError(f"ema must be above 0 and below 1, as 0.999, not {value}.")
-    if key == "expert_load" and not value >= 1:
-        raise ConfigError(f"expert_load must be at least 1, where all ranks have as many rows, not {value}.")
     if key == "clip" and not value > 0:
         raise ConfigError(f"clip must be above 0, not {value}.")
     if key in ("nproc", "nnodes"):
@@ -379,8 +379,6 @@ def check(key: str, value: Any) -> Any:
         )
     if key == "rdzv" and value.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::"):
         raise ConfigError(f"rdzv={value} is not an address that other machines can reach: name one of the machines.")
-    if key == "expert_load" and not value >= 1:
-        raise ConfigError(f"expert_load must be at least 1, where all ranks have the same, not {value}.")
     if key in _AT_LEAST_ZERO and value < 0:
         raise ConfigError(f"{key} cannot be negative.")
     if isinstance(value, int) and value >= 2 ** _BITS.get(key, 48):

@@ -78,7 +78,7 @@ ABILITIES: dict[str, Ability] = {
     "activation_checkpointing": Ability("`--activation-checkpointing`", ("activation_checkpointing",)),
     "accumulate": Ability("`--micro-batch`", ("micro_batch",)),
     "clip": Ability("`--clip`", ("clip",)),
-    "ema": Ability("`--ema`", ("ema", "eval_weights")),
+    "ema": Ability("`--ema`", ("ema", "eval_weights", "ema_every")),
     "swa": Ability("`--swa-start`", ("swa_start",)),
     "lora": Ability("`--lora`", ("lora",)),
     "batch_norm_sync": Ability("`batch_norm=sync`"),

@@ -18,6 +18,7 @@ Optional
     schedule(optimizer, total_steps)      an LRScheduler, advanced once a step; called for each of several optimizers,
                                           with its `name` if it takes one
     collate(samples) -> batch             instead of torch's default
+    eval_collate(samples) -> batch        of evaluation data, where that differs
     forward(model, batch) -> output       when the model does not take the input alone
     sample_weights(data) -> numbers       draws samples by weight, with replacement
     sample_lengths(data) -> numbers       batches of samples of similar length, or by the setting batch_tokens
@@ -85,6 +86,7 @@ ROLES: dict[str, _Role] = {
     "loss_weight": _Role(("target",)),
     "schedule": _Role(("optimizer", "total_steps"), further=("name",)),
     "collate": _Role(("samples",)),
+    "eval_collate": _Role(("samples",)),
     "forward": _Role(("model", "batch"), may_log=True),
     "sample_weights": _Role(("data",)),
     "sample_lengths": _Role(("data",)),
@@ -120,6 +122,7 @@ class Task:
     loss_weight: Callable[..., Any] | None = None
     schedule: Callable[..., Any] | None = None
     collate: Callable[..., Any] | None = None
+    eval_collate: Callable[..., Any] | None = None  # by default `collate`
     forward: Callable[..., Any] | None = None
     sample_weights: Callable[..., Any] | None = None
     sample_lengths: Callable[..., Any] | None = None

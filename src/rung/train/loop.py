@@ -102,6 +102,7 @@ class _Loop:
         self._pending: PendingFetch | None = None
         self._last: StepRecord | None = None
         self._measured: EvalRecord | None = None
+        self._told_of_draws = False
         if self._checkpointing is not None:
             for saver in self._checkpointing.own_savers:
                 saver.unreported = self._buffer.unreported
@@ -268,6 +269,13 @@ class _Loop:
         for window in windows:
             if self._is_stopped(self._heartbeat.check()):
                 raise _AskedToStop
+            if not self._told_of_draws and any(micro.collate_draws for micro in window.micro_batches):
+                self._told_of_draws = True
+                if self._world.is_main:
+                    log.info(
+                        "  collate draws random numbers in evaluations, too, so their figures depend on the number of "
+                        "ranks. eval_collate(samples) can leave evaluation data as they are"
+                    )
             yield window
 
     # -- saving -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from rung.checkpoint.state import set_extra_state
 from rung.data.bad_samples import BadSamples
-from rung.data.batch_shard import BatchPartition, LocalBatch
+from rung.data.batch_shard import BatchPartition, LocalBatch, joined
 from rung.data.batches import Batches
 from rung.data.rng import DeviceGenerators, seed_generators
 from rung.distributed.torch_private import TorchDispatchMode
@@ -165,10 +165,12 @@ class Samples:
         return any(micro.collate_draws for micro in window.micro_batches)
 
     def _as_ranks_read(self) -> LocalBatch:
-        """The ranks' own micro-batches, one after the other: what `collate` draws for them, it draws for no others."""
+        """The ranks' own pieces of each micro-batch: what `collate` draws for them, it draws for no others. They are
+        put together again, because a batch norm takes its statistics of all of them, unless they do not fit."""
         windows = [window for rank in range(self.num_ranks) for window in self.of_rank(rank)]
-        own = [micro for window in windows for micro in window.micro_batches if micro.num_samples]
-        return replace(windows[0], micro_batches=[replace(m, num_global_samples=m.num_samples) for m in own])
+        pieces = zip(*(window.micro_batches for window in windows), strict=True)
+        own = [micro for of_ranks in pieces for micro in joined([m for m in of_ranks if m.num_samples])]
+        return replace(windows[0], micro_batches=own)
 
     def _read(self, cut: BatchPartition, bad_samples: BadSamples | None = None) -> Batches:
         # A stream may be used up by reading it.

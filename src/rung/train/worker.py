@@ -398,7 +398,7 @@ def make_eval_batches(task: Task, config: RunConfig, world: World) -> Batches:
         shuffle=False,
         num_epochs=1,
         exchange=count_exchange(world),
-        collate=task.collate,
+        collate=task.eval_collate or task.collate,
         **_workers(config),
         pin_memory=world.trains_on_gpu,
         reads=not world.role.is_server,

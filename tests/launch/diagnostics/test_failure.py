@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rung.distributed.status_board import RankStatus, StatusBoard
-from rung.errors import DataError
+from rung.errors import DataError, ModelError
 from rung.launch.diagnostics.failure import (
     FailureRecord,
     first_to_fail,
@@ -307,6 +307,12 @@ def test_a_recursion_is_cut() -> None:
     assert len(lines) < 25
     assert any("frames left out" in line for line in lines)
     assert lines[-1].startswith("RecursionError")
+
+
+def test_notes_of_an_error_are_shown() -> None:
+    for error in (ModelError("no"), ValueError("no")):
+        error.add_note("the way out")
+        assert format_error(error).splitlines()[-1] == "the way out"
 
 
 def test_long_messages_are_cut_in_both_directions() -> None:

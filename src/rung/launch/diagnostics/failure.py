@@ -200,7 +200,7 @@ def _is_done(status: RankStatus) -> bool:
 def format_error(error: BaseException) -> str:
     """A traceback of at most a screenful, without the frames of torch and Rung between the user's own."""
     if isinstance(error, RungError):
-        return f"{type(error).__name__}: {error}"
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     text = _message(error)
     if _DATA_WORKER.match(text):
         frames, message = _parse_traceback(text)
