@@ -156,6 +156,11 @@ def call_after_backward(function: Any) -> None:
     Variable._execution_engine.queue_callback(function)
 
 
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward, which computes again what `torch.utils.checkpoint` has not kept."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def saved_tensor_hooks() -> Any:
     """The innermost hooks for tensors that autograd saves, of `torch.utils.checkpoint` among others; None outside."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

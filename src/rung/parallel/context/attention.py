@@ -79,7 +79,8 @@ class Attention:
         if not self._attends_to_itself[self.num_calls - 1]:  # cross attention: every rank has all keys
             if is_causal:
                 raise ModelError("context parallelism: causal attention to keys of another sequence has no meaning.")
-            return _attend(query, key, value, attn_mask=self._mask(attn_mask, whole_rows=False), **options)
+            mask = self._mask(attn_mask, whole_rows=False, has_all_keys=True)
+            return _attend(query, key, value, attn_mask=mask, **options)
         form = self._form if self._form != "auto" else self._cheapest(query)
         if form == "ulysses":
             return self._over_heads(query, key, value, attn_mask, is_causal, options)
@@ -157,21 +158,26 @@ class Attention:
         for rows, (start, stop) in zip(query.chunk(2, dim=-2), positions.spans(positions.rank), strict=True):
             # Rows beyond the end of the sequence are dropped later; they see what the last position sees.
             stop = stop if start < stop else positions.length
-            seen = _causal(rows.shape[-2], min(start, stop - 1), stop, query.device)
-            found.append(_attend(rows, key[..., :stop, :], value[..., :stop, :], attn_mask=seen, **options))
+            first = min(start, stop - 1)
+            # Dropout draws a number for each key. All ranks draw as many, since what the model draws outside of blocks
+            # (noise, a layer to skip) must be the same on all of them.
+            num_keys = positions.length if options["dropout_p"] else stop
+            seen = _causal(rows.shape[-2], first, stop, num_keys, query.device)
+            found.append(_attend(rows, key[..., :num_keys, :], value[..., :num_keys, :], attn_mask=seen, **options))
         return torch.cat(found, dim=-2)
 
-    def _mask(self, mask: Tensor | None, *, whole_rows: bool) -> Tensor | None:
-        """A mask with all keys, and with all rows or this rank's. Of both it comes with this rank's, one, or all."""
+    def _mask(self, mask: Tensor | None, *, whole_rows: bool, has_all_keys: bool = False) -> Tensor | None:
+        """A mask with all keys, and with all rows or this rank's. Of both it comes with this rank's, one, or all; with
+        `has_all_keys`, of keys with all: another sequence may be as long as a rank's part."""
         if mask is None:
             return None
         positions = self._positions
-        if mask.dim() > 1 and mask.shape[-2] == mask.shape[-1] == positions.each:
+        if not has_all_keys and mask.dim() > 1 and mask.shape[-2] == mask.shape[-1] == positions.each:
             raise ModelError(
                 "context parallelism: a block makes the mask of its attention of the positions that a rank has. Make "
                 "it outside of the blocks, of the whole sequence."
             )
-        if mask.shape[-1] == positions.each:
+        if not has_all_keys and mask.shape[-1] == positions.each:
             mask = self._whole(mask, -1)
         if mask.dim() > 1 and mask.shape[-2] == positions.each and whole_rows:
             mask = self._whole(mask, -2)
@@ -212,13 +218,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
         F.scaled_dot_product_attention = standing_in
 
 
-def _causal(num_rows: int, start: int, stop: int, device: torch.device) -> Tensor:
+def _causal(num_rows: int, start: int, stop: int, num_keys: int, device: torch.device) -> Tensor:
     """The mask of rows that begin at position `start`, of which the last sees the keys before `stop`."""
-    if device.type == "cuda" and start + num_rows == stop and not torch.compiler.is_compiling():
+    if device.type == "cuda" and start + num_rows == stop == num_keys and not torch.compiler.is_compiling():
         bias: Tensor = causal_lower_right(num_rows, stop)
         return bias
     rows = torch.arange(start, start + num_rows, device=device).clamp(max=stop - 1)
-    return torch.arange(stop, device=device) <= rows.unsqueeze(1)
+    return torch.arange(num_keys, device=device) <= rows.unsqueeze(1)
 
 
 def _repetition(num_heads: int, num_key_heads: int, num_ranks: int) -> int:
