@@ -248,5 +248,9 @@ def graph_breaks() -> dict[str, int]:
     from torch._dynamo.utils import counters  # as above
 
     meant = ("torch.compiler.disable", "qualname: disable", "torch.nn.parallel.distributed")  # by whom wrote that code
-    found = {reason: count for reason, count in counters["graph_break"].items() if not any(m in reason for m in meant)}
+    reasons = list(counters["graph_break"].items())
+    # A function that is left out as a whole (broken in a loop, or compiled too often) is counted under another key.
+    if counters["frames"]["total"] > counters["frames"]["ok"]:
+        reasons += counters["unimplemented"].items()
+    found = {reason: count for reason, count in reasons if not any(m in reason for m in meant)}
     return {reason.partition("\n")[0].strip(): count for reason, count in found.items()}

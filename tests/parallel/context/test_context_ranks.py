@@ -108,7 +108,7 @@ class Recomputing(Decoder):
         x = self.token(tokens)
         angles = torch.arange(tokens.shape[1], dtype=x.dtype)
         for block in self.blocks:
-            x = checkpoint(block, x, angles, use_reentrant=False)
+            x = checkpoint(block, x, angles, use_reentrant=True)
         return self.head(x)
 
 
