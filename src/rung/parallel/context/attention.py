@@ -10,6 +10,7 @@ and values pass by (`ring.py`): what `gather` sends, hidden behind computation, 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
+from rung.distributed.torch_private import saved_tensor_hooks
 from rung.errors import ModelError
 from rung.parallel.collectives import exchange, gather_for_parts
 from rung.parallel.context.positions import RankPositions
@@ -53,6 +55,11 @@ class Attention:
         self._positions, self._group, self._form = positions, group, form
         self._attends_to_itself = attends_to_itself
         self.num_calls = 0  # so far, in the block that runs
+        self._saving: Any = None  # how tensors for backward were saved where the block began
+
+    def begin(self) -> None:
+        """A block begins."""
+        self.num_calls, self._saving = 0, _saving()
 
     def __call__(
         self,
@@ -70,6 +77,13 @@ class Attention:
         attn_mask, is_causal = plain_mask(attn_mask, is_causal)
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         self.num_calls += 1
+        if not torch.compiler.is_compiling() and _saving() != self._saving:
+            # Backward would call that part of the block again without the block, and so with torch's attention.
+            raise ModelError(
+                "context parallelism: a block checkpoints a part of itself (torch.utils.checkpoint, or "
+                "gradient_checkpointing_enable() of transformers), or saves tensors in another way of its own. Turn "
+                "that off, and use --activation-checkpointing full."
+            )
         if query.shape[-2] != each or self.num_calls > len(self._attends_to_itself):
             raise ModelError(
                 f"attention in a block has queries of {query.shape[-2]} positions, where this rank has {each} of a "
@@ -187,6 +201,12 @@ class Attention:
 
     def _whole(self, part: Tensor, dim: int) -> Tensor:
         return whole_positions(part, dim, self._positions, self._group)
+
+
+def _saving() -> Any:
+    """A checkpoint saves tensors by hooks, or runs without gradients. Its hooks hold its inputs, so not for long."""
+    hooks = saved_tensor_hooks()
+    return torch.is_grad_enabled(), None if hooks is None else weakref.ref(hooks[0])
 
 
 def whole_positions(part: Tensor, dim: int, positions: RankPositions, group: dist.ProcessGroup) -> Tensor:

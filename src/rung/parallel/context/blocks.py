@@ -212,7 +212,7 @@ class ContextParallel:
             attention = Attention(positions, self._group, self._form, itself)
             self._attentions[name, positions] = attention, attention.__call__
         attention, call = self._attentions[name, positions]
-        attention.num_calls = 0
+        attention.begin()
         return call
 
     def _positions(self, name: str, plan: BlockPlan, given: dict[Any, Tensor]) -> RankPositions:
