@@ -266,6 +266,8 @@ def test_what_cannot_be_averaged_is_refused() -> None:
 class Late(nn.Module):
     """A large layer that the first two steps do not use."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.token, self.late, self.head = nn.Embedding(23, 12), nn.Linear(12, 200, bias=False), nn.Linear(12, 23)
