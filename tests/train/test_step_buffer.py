@@ -59,14 +59,9 @@ def test_code_that_is_left_uncompiled_is_told_once() -> None:
     assert "compile_seconds" in third, "it compiled again, for the same reason"
 
 
-def test_code_that_is_left_out_as_a_whole_is_told() -> None:
+def test_code_that_is_compiled_too_often_is_told() -> None:
     def changing(x: torch.Tensor) -> torch.Tensor:
         return x * 3
-
-    def looping(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = x * 2 if x.sum().item() > 0 else x
-        return x
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -76,9 +71,6 @@ def test_code_that_is_left_out_as_a_whole_is_told() -> None:
         for step in range(1, torch._dynamo.config.recompile_limit + 2):
             compiled(torch.ones(step + 1))
             buffer.add(LocalBatch(step, 0, [], ends_epoch=False), LocalStep(torch.tensor(1.0), None, learning_rate=0.1))
-        torch.compile(looping, backend="eager")(torch.ones(3))
-        buffer.add(LocalBatch(99, 0, [], ends_epoch=False), LocalStep(torch.tensor(1.0), None, learning_rate=0.1))
-        *before, limit, last = (_step_row(one) for one in buffer.records(buffer.seal()))
+        *before, last = (_step_row(one) for one in buffer.records(buffer.seal()))
     assert not any("graph_breaks" in row for row in before)
-    assert limit["graph_breaks"] == ["Dynamo recompile limit exceeded"]
-    assert len(last["graph_breaks"]) == 1 and "Tensor.item()" in last["graph_breaks"][0]
+    assert last["graph_breaks"] == ["Dynamo recompile limit exceeded"]

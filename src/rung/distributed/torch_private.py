@@ -248,9 +248,8 @@ def graph_breaks() -> dict[str, int]:
     from torch._dynamo.utils import counters  # as above
 
     meant = ("torch.compiler.disable", "qualname: disable", "torch.nn.parallel.distributed")  # by whom wrote that code
-    reasons = list(counters["graph_break"].items())
-    # A function that is left out as a whole (broken in a loop, or compiled too often) is counted under another key.
-    if counters["frames"]["total"] > counters["frames"]["ok"]:
-        reasons += counters["unimplemented"].items()
+    # What was compiled too often is left out as a whole, and counted among attempts that need not have left out code.
+    given_up = [(reason, count) for reason, count in counters["unimplemented"].items() if "recompile limit" in reason]
+    reasons = [*counters["graph_break"].items(), *given_up]
     found = {reason: count for reason, count in reasons if not any(m in reason for m in meant)}
     return {reason.partition("\n")[0].strip(): count for reason, count in found.items()}

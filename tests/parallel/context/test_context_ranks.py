@@ -21,7 +21,7 @@ from rung.spec.task import Task
 from tests.checkpoints import legs
 from tests.harness import on_ranks
 from tests.marks import slow
-from tests.parity import by_hand, largest_difference, with_rung
+from tests.parity import by_hand, largest_difference, with_rung, with_rung_traced
 from tests.tasks import TASKS, grouped_sgd
 
 WIDTH, VOCABULARY = 16, 23
@@ -238,6 +238,14 @@ def difference(make_task: Callable[[], Task], strategy: str, config: RunConfig) 
 )
 def test_matches_one_process(make_task: Callable[[], Task], strategy: str, settings: dict[str, Any]) -> None:
     assert difference(make_task, strategy, replace(CONFIG, **settings)) < 1e-9
+
+
+@pytest.mark.parametrize("mode", ["full", slow("selective")])
+def test_compiled_blocks_compute_again_in_backward(mode: str) -> None:
+    chosen = replace(CONFIG, steps=2, activation_checkpointing=mode)
+    expected = by_hand(decoder_task(), chosen)
+    found = on_ranks(with_rung_traced, 2, decoder_task, "cp2", replace(chosen, compile=True), timeout=600)
+    assert largest_difference(expected, found[0]) < 1e-9
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2,cp2", slow("pp2,cp2"), slow("cp2,tp2")])
