@@ -753,3 +753,29 @@ def test_what_cannot_be_sharded_is_refused_with_a_reason(make_task: Any, words: 
     with pytest.raises(RankFailed) as error:
         on_ranks(with_rung, 2, make_task, "zero3", config(steps=1))
     assert words in error.value.error
+
+
+class SharingInner(nn.Module):
+    """A block around a module that all blocks have in common."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.own = inner, nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.own(self.inner(x).tanh())
+
+
+def shared_inside_task() -> Task:
+    def model() -> nn.Module:
+        inner = nn.Linear(12, 12)
+        blocks = nn.Sequential(*[SharingInner(inner) for _ in range(2)])
+        return nn.Sequential(nn.Embedding(23, 12), blocks, nn.Linear(12, 23))
+
+    return text_task(model=model)
+
+
+def test_blocks_may_have_a_module_in_common_under_fsdp() -> None:
+    chosen = config(steps=2)
+    found = on_ranks(with_rung, 2, shared_inside_task, "zero3", chosen)
+    assert largest_difference(by_hand(shared_inside_task(), chosen), found[0]) < 1e-9

@@ -272,3 +272,34 @@ def test_what_cannot_be_averaged_is_refused() -> None:
         validate_config(RunConfig(swa_start=2, local_steps=4), parse("ddp", 2))
     with pytest.raises(ConfigError, match="swa_start must be at least 1"):
         check("swa_start", 0)
+
+
+class Late(nn.Module):
+    """A large layer that the first two steps do not use."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.late, self.head = nn.Embedding(23, 12), nn.Linear(12, 200, bias=False), nn.Linear(12, 23)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        if self.training:
+            self.calls += 1
+        if self.calls > 2:
+            x = x + self.late(x)[..., :12]
+        return self.head(x)
+
+
+def late_task() -> Task:
+    return text_task(model=Late)
+
+
+@pytest.mark.parametrize("kind", [{"ema": 0.8}, slow({"ema": None, "swa_start": 2})])
+def test_a_server_whose_parameters_are_used_late_averages_as_one_process_does(kind: dict[str, Any]) -> None:
+    chosen = RunConfig(**{**BASE, **kind, "unused_parameters": "allow"})
+    _, loss = averaged_by_hand(late_task(), chosen)
+    found = on_ranks(with_rung, 3, late_task, "ps", replace(chosen, servers=2))[0]
+    assert found.evaluation["loss"] == pytest.approx(loss, abs=1e-9)

@@ -57,3 +57,20 @@ def test_code_that_is_left_uncompiled_is_told_once() -> None:
     assert len(first["graph_breaks"]) == 1 and "Tensor.item()" in first["graph_breaks"][0]
     assert "graph_breaks" not in second and "graph_breaks" not in third
     assert "compile_seconds" in third, "it compiled again, for the same reason"
+
+
+def test_code_that_is_compiled_too_often_is_told() -> None:
+    def changing(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with open_world(parse("single", 1), device="cpu") as world:
+        buffer = StepBuffer(world, compiles=True)
+        compiled = torch.compile(changing, backend="eager", dynamic=False)
+        for step in range(1, torch._dynamo.config.recompile_limit + 2):
+            compiled(torch.ones(step + 1))
+            buffer.add(LocalBatch(step, 0, [], ends_epoch=False), LocalStep(torch.tensor(1.0), None, learning_rate=0.1))
+        *before, last = (_step_row(one) for one in buffer.records(buffer.seal()))
+    assert not any("graph_breaks" in row for row in before)
+    assert last["graph_breaks"] == ["Dynamo recompile limit exceeded"]

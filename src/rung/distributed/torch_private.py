@@ -156,6 +156,11 @@ def call_after_backward(function: Any) -> None:
     Variable._execution_engine.queue_callback(function)
 
 
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward, which computes again what `torch.utils.checkpoint` has not kept."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def saved_tensor_hooks() -> Any:
     """The innermost hooks for tensors that autograd saves, of `torch.utils.checkpoint` among others; None outside."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -243,5 +248,8 @@ def graph_breaks() -> dict[str, int]:
     from torch._dynamo.utils import counters  # as above
 
     meant = ("torch.compiler.disable", "qualname: disable", "torch.nn.parallel.distributed")  # by whom wrote that code
-    found = {reason: count for reason, count in counters["graph_break"].items() if not any(m in reason for m in meant)}
+    # What was compiled too often is left out as a whole, and counted among attempts that need not have left out code.
+    given_up = [(reason, count) for reason, count in counters["unimplemented"].items() if "recompile limit" in reason]
+    reasons = [*counters["graph_break"].items(), *given_up]
+    found = {reason: count for reason, count in reasons if not any(m in reason for m in meant)}
     return {reason.partition("\n")[0].strip(): count for reason, count in found.items()}

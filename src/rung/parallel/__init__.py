@@ -178,7 +178,7 @@ def parallelize(
                 "the model's own forward calls the experts of a list, so that there is no block in it whose "
                 "activations could be recomputed. Call the experts in the forward of a module of their own."
             )
-        if context is not None and not config.compile:
+        if context is not None:
             for name, block in find_list_of_blocks(model, blocks):
                 context.recompute(name, block)
         if not config.dropout and not config.compile and layout.kind != "dp":  # dp wraps its replicas itself
@@ -202,7 +202,7 @@ def parallelize(
             reuse.wrap(block)
 
     if context is not None:
-        is_recomputed = config.activation_checkpointing != "none" and not config.compile
+        is_recomputed = config.activation_checkpointing != "none"
         for name, block in find_list_of_blocks(model, blocks):
             context.apply(name, block, is_recomputed=is_recomputed)
         context.watch(model)

@@ -161,13 +161,13 @@ def without_shared(
 ) -> list[tuple[str, nn.Module]]:
     """Drop units that share a parameter with a module outside, since one FSDP unit must own it; the root does."""
     users: dict[int, int] = {}
-    for module in model.modules():
+    for _, module in model.named_modules(remove_duplicate=False):  # a module may lie in several units
         for parameter in module.parameters(recurse=False):
             users[id(parameter)] = users.get(id(parameter), 0) + 1
     kept = []
     for name, unit in units:
         inside: dict[int, int] = {}
-        for module in unit.modules():
+        for _, module in unit.named_modules(remove_duplicate=False):
             for parameter in module.parameters(recurse=False):
                 inside[id(parameter)] = inside.get(id(parameter), 0) + 1
         if any(users[key] > count for key, count in inside.items()):

@@ -52,6 +52,7 @@ class WeightAverage:
         self._start, self._every = start, every
         self._counts = decay is None or every > 1
         self._updates = 0
+        self._done: dict[int, int] = {}  # updates so far, by the first of the parameters that a step is for
         self._kept: dict[Tensor, Tensor] = {}  # while the optimizer steps
         self._optimizer.register_step_pre_hook(self._put_aside)
         self._optimizer.register_step_post_hook(self._follow)
@@ -62,11 +63,14 @@ class WeightAverage:
         A parameter that never had a gradient has no state, and is its own average until now.
         """
         parameters, state = stepped_parameters(self._optimizer), self._optimizer.state
-        self._updates = 1 + max((state.get(p, {}).pop(_UPDATES, 0) for p in parameters), default=0)
+        # A rank all of whose parameters get their first gradient late has no state yet that says how often.
+        turn = id(parameters[0]) if parameters else 0
+        saved = max((state.get(p, {}).pop(_UPDATES, 0) for p in parameters), default=0)
+        self._updates = self._done[turn] = 1 + max(saved, self._done.get(turn, 0))
         for parameter in parameters:
             if AVERAGE in state.get(parameter, {}):
                 self._kept[parameter] = state[parameter].pop(AVERAGE)
-        if self._kept:  # this is not the first step, whose result the average is
+        if self._kept or self._updates > self._start:  # this is not the first step, whose result the average is
             for parameter in parameters:
                 if parameter.grad is not None and parameter not in self._kept:
                     self._kept[parameter] = parameter.detach().clone()

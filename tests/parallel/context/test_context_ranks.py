@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from rung.spec.compatibility import micro_batch_size
@@ -20,7 +21,7 @@ from rung.spec.task import Task
 from tests.checkpoints import legs
 from tests.harness import on_ranks
 from tests.marks import slow
-from tests.parity import by_hand, largest_difference, with_rung
+from tests.parity import by_hand, largest_difference, with_rung, with_rung_traced
 from tests.tasks import TASKS, grouped_sgd
 
 WIDTH, VOCABULARY = 16, 23
@@ -100,11 +101,23 @@ class Encoder(nn.Module):
         return self.head(x if self.batch_first else x.transpose(0, 1))
 
 
+class Recomputing(Decoder):
+    """Computes its blocks again in backward by itself."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        angles = torch.arange(tokens.shape[1], dtype=x.dtype)
+        for block in self.blocks:
+            x = checkpoint(block, x, angles, use_reentrant=True)
+        return self.head(x)
+
+
 class Across(nn.Module):
     """A decoder that attends to an encoder's sequence of another length."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int = 5) -> None:
         super().__init__()
+        self.memory = memory
         self.token = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(
             [nn.TransformerDecoderLayer(WIDTH, 4, 24, dropout=0.0, batch_first=True) for _ in range(2)]
@@ -113,7 +126,7 @@ class Across(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens)
-        memory = x[:, :5].cumsum(1)
+        memory = x[:, : self.memory].cumsum(1)
         for layer in self.layers:
             x = layer(x, memory)
         return self.head(x)
@@ -175,6 +188,15 @@ def across_task() -> Task:
     return task_of(Across)
 
 
+def across_as_in_proof_task() -> Task:
+    """The other sequence has as many positions as the proof of blocks that look alike."""
+    return task_of(lambda: Across(memory=9))
+
+
+def recomputing_task() -> Task:
+    return task_of(Recomputing)
+
+
 def difference(make_task: Callable[[], Task], strategy: str, config: RunConfig) -> float:
     num_ranks = required_num_ranks(strategy)
     assert num_ranks is not None
@@ -208,12 +230,22 @@ def difference(make_task: Callable[[], Task], strategy: str, config: RunConfig) 
         (between_task, "cp2", {}),
         (encoder_task, "cp2", {}),
         slow(encoder_task, "fsdp2,cp2", {"cp_form": "gather", "activation_checkpointing": "full"}),
-        (across_task, "cp2", {}),
+        (across_as_in_proof_task, "cp2", {}),
+        slow(across_task, "cp2", {}),
+        (recomputing_task, "cp2", {"micro_batch": 2}),
         slow(across_task, "pp2,cp2", {}),
     ],
 )
 def test_matches_one_process(make_task: Callable[[], Task], strategy: str, settings: dict[str, Any]) -> None:
     assert difference(make_task, strategy, replace(CONFIG, **settings)) < 1e-9
+
+
+@pytest.mark.parametrize("mode", ["full", slow("selective")])
+def test_compiled_blocks_compute_again_in_backward(mode: str) -> None:
+    chosen = replace(CONFIG, steps=2, activation_checkpointing=mode)
+    expected = by_hand(decoder_task(), chosen)
+    found = on_ranks(with_rung_traced, 2, decoder_task, "cp2", replace(chosen, compile=True), timeout=600)
+    assert largest_difference(expected, found[0]) < 1e-9
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2,cp2", slow("pp2,cp2"), slow("cp2,tp2")])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rung.distributed.world import open_fake_world
 from rung.errors import ModelError
@@ -73,9 +74,48 @@ def test_the_ring_refuses_what_flash_kernels_do_not_take() -> None:
         group = world.axis("cp").get_group()
     ring = Attention(RankPositions(8, 2, 0, torch.device("cpu")), group, "ring", (True, True, True))
     rows = torch.randn(1, 2, ring._positions.each, 4)
+    ring.begin()
     with pytest.raises(ModelError, match="has a mask, which that does not take"):
         ring(rows, rows, rows, attn_mask=torch.ones(ring._positions.each, 8, dtype=torch.bool))
     with pytest.raises(ModelError, match="has dropout, which"):
         ring(rows, rows, rows, dropout_p=0.1)
     with pytest.raises(ModelError, match="has queries without heads, which"):
         ring(rows[0, 0], rows[0, 0], rows[0, 0])
+
+
+def test_a_mask_of_another_sequence_as_long_as_a_part_is_left_alone() -> None:
+    positions = RankPositions(13, 2, 0, torch.device("cpu"))
+    with open_fake_world(parse("cp2", 2)) as world:
+        across = Attention(positions, world.axis("cp").get_group(), "gather", (False,))
+    rows, other = torch.randn(1, 2, positions.each, 4), torch.randn(1, 2, positions.each, 4)
+    for shape in ((1, 1, 1, positions.each), (1, 1, positions.each, positions.each)):
+        mask = torch.randn(shape)
+        across.begin()
+        expected = nn.functional.scaled_dot_product_attention(rows, other, other, attn_mask=mask)
+        assert torch.equal(across(rows, other, other, attn_mask=mask), expected)
+
+
+def test_dropout_in_attention_draws_as_many_numbers_on_all_ranks() -> None:
+    """Else what the model draws outside of its blocks would differ on ranks that share samples."""
+    states = []
+    with open_fake_world(parse("cp2", 2)) as world:
+        for rank in range(2):
+            positions = RankPositions(13, 2, rank, torch.device("cpu"))
+            own = Attention(positions, world.axis("cp").get_group(), "gather", (True,))
+            rows = torch.randn(1, 2, positions.each, 4)
+            torch.manual_seed(1)
+            own.begin()
+            own(rows, rows, rows, is_causal=True, dropout_p=0.5)
+            states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_block_that_checkpoints_a_part_of_itself_is_refused(use_reentrant: bool) -> None:
+    """Backward would compute it again with torch's attention, of a rank's part alone."""
+    with open_fake_world(parse("cp2", 2)) as world:
+        own = Attention(RankPositions(8, 2, 0, torch.device("cpu")), world.axis("cp").get_group(), "gather", (True,))
+    rows = torch.randn(1, 2, own._positions.each, 4, requires_grad=True)
+    own.begin()
+    with pytest.raises(ModelError, match="a block checkpoints a part of itself"):
+        checkpoint(own, rows, rows, rows, use_reentrant=use_reentrant)

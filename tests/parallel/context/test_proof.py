@@ -156,6 +156,19 @@ class Numbered(Grouped):
         return super().forward(x.roll(self.layer_idx % 2, dims=1), angles, mask)
 
 
+class Pooled(Grouped):
+    """A few queries of its own ask the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(8, WIDTH))
+
+    def forward(self, x: Tensor, angles: Tensor, mask: Tensor | None = None) -> Tensor:
+        latents = self.latents.expand(len(x), 1, -1, -1)
+        found = F.scaled_dot_product_attention(latents, self.norm(x).unsqueeze(1), x.unsqueeze(1))
+        return super().forward(x + found.mean(2), angles, mask)
+
+
 class Normed(Grouped):
     def __init__(self) -> None:
         super().__init__()
@@ -172,6 +185,7 @@ class Normed(Grouped):
         (Windowed, "called in another way, or another number of times"),
         (partial(map(Numbered, range(9)).__next__), r"blocks\.1 cannot run on a part"),
         (Normed, "has a batch norm"),
+        (Pooled, "queries that are no positions"),
     ],
 )
 def test_what_only_looks_right_is_refused(make_block: Callable[[], nn.Module], reason: str) -> None:

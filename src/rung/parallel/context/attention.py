@@ -10,6 +10,7 @@ and values pass by (`ring.py`): what `gather` sends, hidden behind computation, 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
+from rung.distributed.torch_private import saved_tensor_hooks
 from rung.errors import ModelError
 from rung.parallel.collectives import exchange, gather_for_parts
 from rung.parallel.context.positions import RankPositions
@@ -53,6 +55,11 @@ class Attention:
         self._positions, self._group, self._form = positions, group, form
         self._attends_to_itself = attends_to_itself
         self.num_calls = 0  # so far, in the block that runs
+        self._saving: Any = None  # how tensors for backward were saved where the block began
+
+    def begin(self) -> None:
+        """A block begins."""
+        self.num_calls, self._saving = 0, _saving()
 
     def __call__(
         self,
@@ -70,6 +77,13 @@ class Attention:
         attn_mask, is_causal = plain_mask(attn_mask, is_causal)
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         self.num_calls += 1
+        if not torch.compiler.is_compiling() and _saving() != self._saving:
+            # Backward would call that part of the block again without the block, and so with torch's attention.
+            raise ModelError(
+                "context parallelism: a block checkpoints a part of itself (torch.utils.checkpoint, or "
+                "gradient_checkpointing_enable() of transformers), or saves tensors in another way of its own. Turn "
+                "that off, and use --activation-checkpointing full."
+            )
         if query.shape[-2] != each or self.num_calls > len(self._attends_to_itself):
             raise ModelError(
                 f"attention in a block has queries of {query.shape[-2]} positions, where this rank has {each} of a "
@@ -79,7 +93,8 @@ class Attention:
         if not self._attends_to_itself[self.num_calls - 1]:  # cross attention: every rank has all keys
             if is_causal:
                 raise ModelError("context parallelism: causal attention to keys of another sequence has no meaning.")
-            return _attend(query, key, value, attn_mask=self._mask(attn_mask, whole_rows=False), **options)
+            mask = self._mask(attn_mask, whole_rows=False, has_all_keys=True)
+            return _attend(query, key, value, attn_mask=mask, **options)
         form = self._form if self._form != "auto" else self._cheapest(query)
         if form == "ulysses":
             return self._over_heads(query, key, value, attn_mask, is_causal, options)
@@ -157,21 +172,26 @@ class Attention:
         for rows, (start, stop) in zip(query.chunk(2, dim=-2), positions.spans(positions.rank), strict=True):
             # Rows beyond the end of the sequence are dropped later; they see what the last position sees.
             stop = stop if start < stop else positions.length
-            seen = _causal(rows.shape[-2], min(start, stop - 1), stop, query.device)
-            found.append(_attend(rows, key[..., :stop, :], value[..., :stop, :], attn_mask=seen, **options))
+            first = min(start, stop - 1)
+            # Dropout draws a number for each key. All ranks draw as many, since what the model draws outside of blocks
+            # (noise, a layer to skip) must be the same on all of them.
+            num_keys = positions.length if options["dropout_p"] else stop
+            seen = _causal(rows.shape[-2], first, stop, num_keys, query.device)
+            found.append(_attend(rows, key[..., :num_keys, :], value[..., :num_keys, :], attn_mask=seen, **options))
         return torch.cat(found, dim=-2)
 
-    def _mask(self, mask: Tensor | None, *, whole_rows: bool) -> Tensor | None:
-        """A mask with all keys, and with all rows or this rank's. Of both it comes with this rank's, one, or all."""
+    def _mask(self, mask: Tensor | None, *, whole_rows: bool, has_all_keys: bool = False) -> Tensor | None:
+        """A mask with all keys, and with all rows or this rank's. Of both it comes with this rank's, one, or all; with
+        `has_all_keys`, of keys with all: another sequence may be as long as a rank's part."""
         if mask is None:
             return None
         positions = self._positions
-        if mask.dim() > 1 and mask.shape[-2] == mask.shape[-1] == positions.each:
+        if not has_all_keys and mask.dim() > 1 and mask.shape[-2] == mask.shape[-1] == positions.each:
             raise ModelError(
                 "context parallelism: a block makes the mask of its attention of the positions that a rank has. Make "
                 "it outside of the blocks, of the whole sequence."
             )
-        if mask.shape[-1] == positions.each:
+        if not has_all_keys and mask.shape[-1] == positions.each:
             mask = self._whole(mask, -1)
         if mask.dim() > 1 and mask.shape[-2] == positions.each and whole_rows:
             mask = self._whole(mask, -2)
@@ -181,6 +201,12 @@ class Attention:
 
     def _whole(self, part: Tensor, dim: int) -> Tensor:
         return whole_positions(part, dim, self._positions, self._group)
+
+
+def _saving() -> Any:
+    """A checkpoint saves tensors by hooks, or runs without gradients. Its hooks hold its inputs, so not for long."""
+    hooks = saved_tensor_hooks()
+    return torch.is_grad_enabled(), None if hooks is None else weakref.ref(hooks[0])
 
 
 def whole_positions(part: Tensor, dim: int, positions: RankPositions, group: dist.ProcessGroup) -> Tensor:
@@ -212,13 +238,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
         F.scaled_dot_product_attention = standing_in
 
 
-def _causal(num_rows: int, start: int, stop: int, device: torch.device) -> Tensor:
+def _causal(num_rows: int, start: int, stop: int, num_keys: int, device: torch.device) -> Tensor:
     """The mask of rows that begin at position `start`, of which the last sees the keys before `stop`."""
-    if device.type == "cuda" and start + num_rows == stop and not torch.compiler.is_compiling():
+    if device.type == "cuda" and start + num_rows == stop == num_keys and not torch.compiler.is_compiling():
         bias: Tensor = causal_lower_right(num_rows, stop)
         return bias
     rows = torch.arange(start, start + num_rows, device=device).clamp(max=stop - 1)
-    return torch.arange(stop, device=device) <= rows.unsqueeze(1)
+    return torch.arange(num_keys, device=device) <= rows.unsqueeze(1)
 
 
 def _repetition(num_heads: int, num_key_heads: int, num_ranks: int) -> int:

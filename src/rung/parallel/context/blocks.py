@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rung.distributed.torch_private import tree_map_only
+from rung.distributed.torch_private import is_in_backward, tree_map_only
 from rung.distributed.world import World
 from rung.errors import ModelError
 from rung.parallel.blocks import describe, find_list_of_blocks
@@ -181,9 +181,11 @@ class ContextParallel:
             plan = self._plan.blocks.get(name)
             if plan is None:
                 raise _changed(name, "with that it was not called, and")
-            if not plan.arrives_cut and self._cut_by is not None:
+            is_again = is_in_backward()  # because the model's own forward checkpoints the block
+            if not is_again and not plan.arrives_cut and self._cut_by is not None:
                 raise _changed(self._cut_by, "what takes its result")
-            positions = self._positions(name, plan, leaves(args, kwargs))
+            given = leaves(args, kwargs)
+            positions = self._positions_again(name, plan, given) if is_again else self._positions(name, plan, given)
             args, kwargs = map_leaves(args, kwargs, functools.partial(self._part, name, plan, positions))
             before, self._inside = self._inside, positions
             try:
@@ -194,7 +196,8 @@ class ContextParallel:
                         output = forward(*args, **kwargs)
             finally:
                 self._inside = before
-            self._cut_by = name if plan.stays_cut else None
+            if not is_again:
+                self._cut_by = name if plan.stays_cut else None
             if plan.stays_cut:
                 return output
             places = iter(range(len(plan.cut.output)))
@@ -209,7 +212,7 @@ class ContextParallel:
             attention = Attention(positions, self._group, self._form, itself)
             self._attentions[name, positions] = attention, attention.__call__
         attention, call = self._attentions[name, positions]
-        attention.num_calls = 0
+        attention.begin()
         return call
 
     def _positions(self, name: str, plan: BlockPlan, given: dict[Any, Tensor]) -> RankPositions:
@@ -226,6 +229,21 @@ class ContextParallel:
         if self._current is None:
             raise _changed(name, "its input")
         return self._current
+
+    def _positions_again(self, name: str, plan: BlockPlan, given: dict[Any, Tensor]) -> RankPositions:
+        """Those of a pass that is over: others may have begun since, of sequences of another length."""
+        for key, dim in plan.cut.dims.items():
+            if key in given and key not in plan.arrives_cut:
+                return self._known[given[key].shape[dim]]
+        eachs = {given[key].shape[dim] for key, dim in plan.cut.dims.items() if key in given}
+        found = [positions for positions in self._known.values() if positions.each in eachs]
+        if len(found) == 1:
+            return found[0]
+        raise ModelError(
+            f"context parallelism: the model computes {name} again in backward, where parts of sequences of "
+            f"{' and of '.join(str(one.length) for one in found)} positions look alike. Leave that to "
+            "--activation-checkpointing full."
+        )
 
     def _part(self, name: str, plan: BlockPlan, positions: RankPositions, key: Any, tensor: Tensor) -> Tensor:
         dim = plan.cut.dims.get(key)

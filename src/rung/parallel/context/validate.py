@@ -141,8 +141,9 @@ def _try(call: Call, length: int, short: int, dims: dict[Any, int], masks: set[A
             own = positions.own
             cut_args, cut_kwargs = map_leaves(args, kwargs, partial(_part, dims, own))
             calls = iter(seen)
+            itself: list[bool] = []
             try:
-                part = _run(call, state, cut_args, cut_kwargs, _expected(calls, positions))
+                part = _run(call, state, cut_args, cut_kwargs, _expected(calls, positions, itself))
             except _Differs as error:
                 return str(error)
             except Exception as error:
@@ -151,8 +152,7 @@ def _try(call: Call, length: int, short: int, dims: dict[Any, int], masks: set[A
             if next(calls, None) is not None or not equal(tensors_of(part), wanted):
                 return "code in it other than attention mixes positions, or depends on how many there are"
         whole_arguments = frozenset(leaves(call.args, call.kwargs).keys() - dims.keys())
-        itself = tuple(one.key.shape[-2] == short for one in seen)
-        return Cut(dict(dims), whole_arguments, frozenset(masks), output, itself)
+        return Cut(dict(dims), whole_arguments, frozenset(masks), output, tuple(itself))
 
 
 def _part(dims: dict[Any, int], own: Tensor, key: Any, tensor: Tensor) -> Tensor:
@@ -172,8 +172,12 @@ def _observed(seen: list[_Attended]) -> Callable[..., Tensor]:
     return attend
 
 
-def _expected(calls: Any, positions: RankPositions) -> Callable[..., Tensor]:
-    """Attention of one rank: checks that it is given the rank's part, and returns that of the result."""
+def _expected(calls: Any, positions: RankPositions, itself: list[bool]) -> Callable[..., Tensor]:
+    """Attention of one rank: checks that it is given the rank's part, and returns that of the result.
+
+    It adds to `itself` whether the keys of each call were a part. Their number in the whole run does not say so: a
+    sequence of its own may have as many positions as this proof.
+    """
     own = positions.own
 
     def part(tensor: Tensor, dim: int) -> Tensor:
@@ -188,11 +192,14 @@ def _expected(calls: Any, positions: RankPositions) -> Callable[..., Tensor]:
         is_same = whole is not None and (is_causal, options) == (whole.is_causal, whole.options)
         if whole is None or not is_same or (mask is None) != (whole.mask is None):
             raise _Differs("its attention is called in another way, or another number of times, on a part")
+        if query.shape == whole.query.shape:
+            raise _Differs("its attention has queries that are no positions of the sequence")
         if not equal(query, part(whole.query, -2)):
             raise _Differs("the queries of its attention are not those of the whole sequence")
         for tensor, other in ((key, whole.key), (value, whole.value)):
             if not equal(tensor, other if tensor.shape == other.shape else part(other, -2)):
                 raise _Differs("the keys or values of its attention are not those of the whole sequence")
+        itself.append(key.shape != whole.key.shape)
         if mask is not None and whole.mask is not None:
             expected = whole.mask
             if mask.dim() > 1 and mask.shape[-2] == mask.shape[-1] == positions.each:
