@@ -178,7 +178,8 @@ class StepRuntime(ContextRuntime):
             try:
                 loss_share, used = parts.passes.run(window.micro_batches, shares, parts.averaging)
             except Exception as error:
-                if "more than 1 value per channel" in str(error):  # torch's words, of a batch norm
+                # torch's words, of a batch norm. Not `str`, which a user's own exception may refuse.
+                if any(isinstance(word, str) and "more than 1 value per channel" in word for word in error.args):
                     error.add_note(_too_few(window))
                 raise
         for finalize in parts.finalizers:
