@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from rung.data.batch_shard import BatchPartition, MicroBatch, SampleRange
-from rung.data.batches import Batches
+from rung.data.batches import Batches, _of_workers
 from rung.data.permutation import Permutation
 from rung.data.sample_reader import SampleReader, example_batch
 from rung.errors import DataError
@@ -427,3 +430,22 @@ def test_a_sample_that_cannot_be_read_is_named(reads_many: bool) -> None:
     with pytest.raises(ValueError, match="broken file") as raised:
         reader[SampleRange(0, 5, 10, 5, 5)]
     assert raised.value.__notes__ == ["This is sample 7 of the data set: dataset[7] raises it."]
+
+
+def test_a_worker_that_dies_while_it_hands_over_a_tensor_is_the_cause() -> None:
+    """The connection breaks first, and the signal of the death comes later."""
+    loader = iter(DataLoader(TensorDataset(torch.zeros(4)), num_workers=1, multiprocessing_context="fork"))
+    (worker,) = multiprocessing.active_children()
+
+    def batches() -> Iterator[Any]:
+        yield next(loader)
+        assert worker.pid is not None
+        threading.Timer(0.1, os.kill, (worker.pid, signal.SIGKILL)).start()
+        raise ConnectionResetError("by peer")
+
+    given = _of_workers(batches(), None)
+    next(given)
+    with pytest.raises(RuntimeError, match="killed by signal: Killed"):
+        next(given)
+    with pytest.raises(FileNotFoundError):  # of the data set
+        next(_of_workers(iter(lambda: Path("/no/such/file").read_text(), None), None))

@@ -36,6 +36,7 @@ from rung.errors import DataError
 from rung.system.processes import die_with_parent, leave_requests_to_parent, name_process, own_temporary_folder
 
 _DIGESTED = 10_000  # samples that tell one order from another
+_SIGNAL_SECONDS = 1.0  # after which the death of a loader process has been told
 
 
 class Batches:
@@ -214,8 +215,7 @@ class Batches:
             generator=generator,
             multiprocessing_context="fork" if num_workers and "fork" in methods else None,
         )
-        folder = own_temporary_folder() if num_workers else None
-        return iter(loader) if folder is None else _with_temporary_files_in(folder, iter(loader))
+        return _of_workers(iter(loader), own_temporary_folder()) if num_workers else iter(loader)
 
     def _map_windows(self) -> Iterator[LocalBatch]:
         total, per_epoch = self.total_steps, self.steps_per_epoch
@@ -308,18 +308,23 @@ class _PieceStream:
             step += 1
 
 
-def _with_temporary_files_in(folder: str, loader: Iterator[Any]) -> Iterator[Any]:
-    """The batches of a loader, whose temporary files lie in a folder that goes with the launcher.
+def _of_workers(loader: Iterator[Any], folder: str | None) -> Iterator[Any]:
+    """The batches of a loader with processes, whose temporary files lie in a folder that goes with the launcher.
 
     When a worker breaks off, torch's loader opens ten files to find out whether there are too many. A rank that is
     killed then would leave them. The data set's own files are not affected: its code runs in the workers.
     """
     while True:
-        before, tempfile.tempdir = tempfile.tempdir, folder
+        before, tempfile.tempdir = tempfile.tempdir, folder or tempfile.tempdir
         try:
             item = next(loader)
         except StopIteration:
             return
+        except (EOFError, OSError):
+            # Perhaps the worker died while it handed a tensor over. torch raises the cause in the handler of a signal,
+            # which comes a moment later.
+            time.sleep(_SIGNAL_SECONDS)
+            raise
         finally:
             tempfile.tempdir = before
         yield item
