@@ -70,6 +70,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "torchrun, by hand on 2": [*torchrun, str(folder / "two.py")],
         "rung train, single": [*train, "--strategy", "single"],
         "python, by hand": [sys.executable, str(folder / "one.py")],
+        "its imports alone": [sys.executable, "-c", "import torch, sklearn.datasets"],
         "rung --help": [sys.executable, "-m", "rung", "--help"],
     }
 
@@ -78,6 +79,7 @@ def measure(folder: Path, repeats: int) -> dict[str, list[float]]:
     chosen = commands(folder)
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed program keeps what it has compiled
     for repetition in range(-1, repeats):  # the first does not count: it compiles modules and fills the page cache
         names = list(chosen)
         shift = repetition % len(names)
@@ -100,7 +102,8 @@ def marks(content: dict[str, Any]) -> dict[str, str]:
     words = (
         f"A whole job of one step with BabyCNN, on {machine['cores']} cores, torch {machine['torch']}: `rung train` "
         f"under ddp on two ranks {told['rung train, ddp on 2']}, torchrun with a script by hand "
-        f"{told['torchrun, by hand on 2']}; on one process {told['rung train, single']} and {told['python, by hand']}; "
+        f"{told['torchrun, by hand on 2']}; on one process {told['rung train, single']} and {told['python, by hand']}, "
+        f"of which {told['its imports alone']} for importing torch and scikit-learn; "
         f"`rung --help` {content['seconds']['rung --help']['median']:.2f} s. Medians and ranges."
     )
     return {"launch": words}
