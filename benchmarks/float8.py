@@ -2,9 +2,12 @@
 
 python -m benchmarks.float8
 python -m benchmarks.float8 --cases 124m --repeats 5 --curve-steps 0
+python -m benchmarks.float8 --cases --out /tmp/curves.json      # the losses alone
 
 GPTs with a vocabulary of 50,304 on 1,024 tokens a sample, compiled. All variants of a case are built once and kept in
-one process; blocks of steps alternate between them. The losses are those of the text of examples/gpt, with one seed.
+one process; blocks of steps alternate between them. The losses are those of the text of examples/gpt with 25 M
+parameters, from several seeds, at a rate that is right for that size: at the example's own, which is meant for a
+smaller model, two runs in bf16 end a quarter apart, and would tell nothing of float8.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from rung.runtime import Runtime, build_runtime
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
 from rung.spec.task import load_task
+from rung.system.svg import BLUE, GREY, LINE, MARGIN, ORANGE, WIDTH, Page
 from rung.train.worker import make_batches
 
 _RESULTS = Path(__file__).parent / "results" / "float8-cuda.json"
@@ -67,6 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="in one timed block")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--curve-steps", type=int, default=1000, help="of the runs whose losses are compared; 0: none")
+    parser.add_argument("--curve-seeds", type=int, default=2, help="runs in each precision")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     found: dict[str, Any] = {
@@ -79,9 +84,14 @@ def main() -> None:
             found["cases"][name] = _compare(_case(name), world, options)
             write(options.out, found)
         if options.curve_steps:
-            found["curves"] = {name: _losses(options.curve_steps, world, **_VARIANTS[name]) for name in ("bf16", "fp8")}
-            for name, losses in found["curves"].items():
-                print(f"{name}: loss {statistics.mean(losses[-50:]):.4f} over the last 50 of {len(losses)} steps")
+            found["curves"] = {"bf16": [], "fp8": []}
+            for seed in range(options.curve_seeds):
+                for name, runs in found["curves"].items():
+                    losses = _losses(options.curve_steps, world, seed=seed, **_VARIANTS[name])
+                    runs.append(losses)
+                    print(f"{name}, seed {seed}: loss {_last(losses):.4f} over the last 50 steps", flush=True)
+                    write(options.out, found)
+            options.out.with_suffix(".svg").write_text(picture(found["curves"]))
     write(options.out, found)
 
 
@@ -143,11 +153,46 @@ def _flops(case: Case, size: int, batch_size: int) -> float:
     return float(6 * size + 6 * layers * width * length) * batch_size * length
 
 
-def _losses(steps: int, world: World, **settings: Any) -> list[float]:
+def _last(losses: list[float]) -> float:
+    return statistics.mean(losses[-50:])
+
+
+def picture(curves: dict[str, list[list[float]]]) -> str:
+    """Means of ten steps, one line for each run."""
+    page = Page()
+    page.text(MARGIN, page.y + 8, "Loss in bf16 and in float8", size=17, bold=True)
+    page.text(MARGIN, page.y + 28, "GPT with 25 M parameters, means of ten steps, two seeds each", size=12, fill=GREY)
+    left, top, width, height = MARGIN + 30, page.y + 56, WIDTH - 2 * MARGIN - 110, 260.0
+    steps = len(curves["bf16"][0])
+    most = max(statistics.mean(losses[:10]) for runs in curves.values() for losses in runs)
+    for loss in range(int(most) + 1):
+        y = top + height * (1 - loss / most)
+        page.line([(left, y), (left + width, y)], LINE)
+        page.text(left - 8, y + 4, str(loss), size=11, fill=GREY, anchor="end")
+    for step in range(0, steps + 1, max(1, steps // 5)):
+        page.text(left + width * step / steps, top + height + 18, str(step), size=11, fill=GREY, anchor="middle")
+    for (name, runs), colour in zip(curves.items(), (BLUE, ORANGE), strict=True):
+        for losses in runs:
+            means = [statistics.mean(losses[step : step + 10]) for step in range(0, steps, 10)]
+            page.line(
+                [
+                    (left + width * (10 * n + 5) / steps, top + height * (1 - mean / most))
+                    for n, mean in enumerate(means)
+                ],
+                colour,
+                width=1.4,
+            )
+        page.text(left + width + 10, top + height * (1 - _last(runs[0]) / most) + (14 if name == "fp8" else -4), name,
+                  size=12, fill=colour)  # fmt: skip
+    page.y = top + height + 30
+    return page.render("Loss in bf16 and in float8")
+
+
+def _losses(steps: int, world: World, seed: int, **settings: Any) -> list[float]:
     """Of each step of the example, with a model that is large enough for float8 to matter."""
     context = {f"{part}.context": 256 for part in ("model", "train_data", "eval_data")}
-    task = load_task(Path("examples/gpt")).bind({"model.size": "25m", **context})
-    config = RunConfig(batch_size=64, steps=steps, clip=1.0, compile=True, eval_every="never", **settings)
+    task = load_task(Path("examples/gpt")).bind({"model.size": "25m", "optimizer.lr": 6e-4, **context})
+    config = RunConfig(batch_size=64, steps=steps, clip=1.0, compile=True, eval_every="never", seed=seed, **settings)
     runtime = build_runtime(task, world, config, total_steps=steps)
     shares = [runtime.step(window).loss_share for window in runtime.place(make_batches(task, config, world))]
     return [float(share) for share in shares]
