@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["event"] == "step"]
 
 
+def lacking_steps(output: str) -> set[int]:
+    """Those that a run has told it has no line for."""
+    told = re.findall(r"lacks steps? (\d+)(?: to (\d+))?: a rank that was lost", output)
+    return {step for first, last in told for step in range(int(first), int(last or first) + 1)}
+
+
 @pytest.mark.parametrize(
     ("strategy", "nproc", "how", "flags"),
     [
@@ -84,16 +91,21 @@ def test_every_step_has_its_line_once(
     first.unlink()
     second.touch()
     again = ("--resume", "out", "--max-restarts", "0", *flags)
-    assert launcher.run(broken, *again, nproc=nproc).code == 1
+    failed = launcher.run(broken, *again, nproc=nproc)
+    assert failed.code == 1
     second.unlink()
     done = launcher.run(broken, *again, nproc=nproc)
     assert done.code == 0 and "going on after step" in done.output, done.output
     expected, found = lines(whole), lines(broken)
-    if how == "die":  # the last copy may be of the step before, which is then done again
+    if how == "die":  # the last copy may be of the step before, which is then done again, or lack a rank's figures
         found = sorted({row["step"]: row for row in found}.values(), key=lambda row: row["step"])
+        lacking = lacking_steps(failed.output) | lacking_steps(done.output)
+        expected = [row for row in expected if row["step"] not in lacking - {row["step"] for row in found}]
+        assert len(expected) >= 8, lacking
     else:
+        assert "lacks" not in failed.output + done.output
         assert "going on after step 10" in done.output
-    assert [row["step"] for row in found] == list(range(1, 13)), Counter(row["step"] for row in found)
+    assert [row["step"] for row in found] == [row["step"] for row in expected], Counter(row["step"] for row in found)
     for one, other in zip(expected, found, strict=True):
         assert one.keys() - {"compile_seconds"} == other.keys() - {"compile_seconds"}
         assert [one[key] for key in EXACT] == [other[key] for key in EXACT]
