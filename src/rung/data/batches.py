@@ -199,8 +199,8 @@ class Batches:
     ) -> Iterator[Any]:
         num_workers = self._num_workers if num_workers is None else num_workers
         pin_memory = pin_memory and self._pin_memory
-        if not num_workers and not pin_memory:  # torch's loader would only add its own time
-            return iter(dataset) if sampler is None else (dataset[piece] for piece in sampler)
+        if not num_workers and not pin_memory:
+            return iter(dataset)
         methods = multiprocessing.get_all_start_methods()
         generator = torch.Generator()
         generator.manual_seed(mix(self._seed, self.cut.rank))
@@ -221,23 +221,29 @@ class Batches:
         total, per_epoch = self.total_steps, self.steps_per_epoch
         assert per_epoch is not None
         step = self._start_step
-        reader = self._make_reader()
-        if self._reads:
-            loader = self._loader(reader, _PieceStream(self, step, total))
-        else:
-            loader = (MicroBatch(None, 0, piece.num_global) for piece in _PieceStream(self, step, total))
+        read = self._piece_reader(step, total)
         ended = time.perf_counter()
         while total is None or step < total:
             epoch, within = divmod(step, per_epoch)
             started = time.perf_counter()
-            micro_batches = [next(loader) for _ in self.ranges(step)]
+            micro_batches = [read(piece) for piece in self.ranges(step)]
             waited = time.perf_counter() - started
             step += 1
             before, ended = ended, time.perf_counter()
             if self._choice is not None and self._choice.see(waited, ended - before) and self._choice.num_workers:
                 self._num_workers = self._choice.num_workers
-                loader = self._loader(reader, _PieceStream(self, step, total))
+                read = self._piece_reader(step, total)
             yield LocalBatch(step, epoch, micro_batches, ends_epoch=within == per_epoch - 1, wait_seconds=waited)
+
+    def _piece_reader(self, start_step: int, total_steps: int | None) -> Callable[[SampleRange], MicroBatch]:
+        """Reads the ranges of the steps after `start_step`, in order."""
+        if not self._reads:
+            return lambda piece: MicroBatch(None, 0, piece.num_global)
+        reader = self._make_reader()
+        if not self._num_workers and not self._pin_memory:  # torch's loader would only add its own time
+            return reader.__getitem__
+        loader = self._loader(reader, _PieceStream(self, start_step, total_steps))
+        return lambda _: next(loader)
 
     def _windows_of_shards(self) -> Iterator[LocalBatch]:
         is_known = self._start_place is not None

@@ -162,7 +162,7 @@ class _Rows:
         is_plain = all(type(tensor) is torch.Tensor and tensor.layout == torch.strided for tensor in tensors)
         if not is_plain or not all(type(place) is int or isinstance(place, np.integer) for place in places):
             return None
-        index = torch.tensor(places)
+        index = torch.from_numpy(np.array(places, dtype=np.int64))
         return [tensor[index].contiguous() for tensor in tensors]
 
 

@@ -79,10 +79,10 @@ class Heartbeat:
     def after_step(self, step: int, seconds: Mapping[str, float], samples: int = 0) -> bool:
         """Add this rank's own seconds by phase (only "data" if the phases were not measured) and samples of a step.
         Returns True, in the same call on every rank, if all shall stop."""
-        for index, phase in enumerate(PHASES):
-            self._sums[index] += seconds.get(phase, 0.0)
+        for phase, own in seconds.items():
+            self._sums[PHASES.index(phase)] += own
         self._beats += 1
-        self._measured += bool(seconds.keys() - {"data"})
+        self._measured += len(seconds) > 1
         self._samples += samples
         now = time.perf_counter()
         self._span, self._step_started = self._span + now - self._step_started, now

@@ -181,7 +181,7 @@ class _Loop:
         result = self._runtime.step(window, want_norm=logs or saves)
         self._buffer.add(window, result)
         evaluates = self._evaluation is not None and _is_due(config.eval_every, step, window.ends_epoch, is_last)
-        self._position = replace(_position_after(self._position, window), evaluation_due=evaluates)
+        self._position = _position_after(self._position, window, evaluates)
         if self._checkpointing is not None:
             self._checkpointing.after_step(self._position)
         self._buffer.log(self._hooks.after_step(step, window.epoch, result))
@@ -332,7 +332,7 @@ def _is_settled(position: Position, config: RunConfig, world: World) -> bool:
     return True
 
 
-def _position_after(before: Position, window: LocalBatch) -> Position:
+def _position_after(before: Position, window: LocalBatch, evaluation_due: bool) -> Position:
     count = window.num_global_samples
     same_epoch = window.epoch == before.epoch
     epoch, sample = window.epoch, (before.sample if same_epoch else 0) + count
@@ -340,7 +340,9 @@ def _position_after(before: Position, window: LocalBatch) -> Position:
         epoch, sample = window.epoch + 1, 0
     skipped = window.skipped or before.skipped
     samples = before.samples + count
-    return Position(window.step, epoch, samples, sample, best=before.best, stream=window.place, skipped=skipped)
+    return Position(
+        window.step, epoch, samples, sample, evaluation_due, best=before.best, stream=window.place, skipped=skipped
+    )
 
 
 def _state_and_traffic(runtime: Runtime, world: World) -> dict[str, Any]:

@@ -35,16 +35,20 @@ class ReplicaCheck:
             for name, parameter, group in runtime.copies_of_stages:
                 self._shared.setdefault(group, []).append((name, own_part(parameter)))
         # Stages between those that share a parameter have nothing to compare, but hear of what the others found.
-        self._is_on = not is_off and any(self._world.gather_objects(bool(self._shared)))
+        told = [dist.get_world_size(group) == self._world.size for group in self._shared]
+        everyone = self._world.gather_objects([bool(self._shared), all(told)]) if not is_off else []
+        self._is_on = any(compares for compares, _ in everyone)
+        self._is_told = all(told for _, told in everyone)  # each rank finds out by itself what all find
 
     def after_step(self, position: Position, *, is_saved: bool) -> None:
         """Compare every so many steps, and before a save: a checkpoint holds weights on which the ranks agreed."""
         if not self._is_on or not (is_saved or position.step % self._every == 0):
             return
         found = [text for group, named in self._shared.items() if (text := self._compare(group, named)) is not None]
-        everyone = [text for rank in self._world.gather_objects(found) for text in rank]
-        if everyone:
-            self._refuse(everyone[0], position)
+        if not self._is_told:
+            found = [text for rank in self._world.gather_objects(found) for text in rank]
+        if found:
+            self._refuse(found[0], position)
 
     def _compare(self, group: dist.ProcessGroup, named: Named) -> str | None:
         """What differs among the ranks of a group."""

@@ -11,8 +11,8 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,18 @@ from rung.train.records import StepRecord
 _SHORT_STEP = 0.02  # seconds
 
 
-# A step with the time marks of its start and end, the seconds of torch.compile between them, and what that left out.
-_Step = tuple[LocalBatch, LocalStep, Any, Any, float, list[str] | None]
+class _Step(NamedTuple):
+    """A step without its samples, which would stay on the device."""
+
+    number: int
+    epoch: int
+    num_samples: int
+    wait_seconds: float
+    result: LocalStep
+    start: Any  # time marks
+    end: Any
+    compile_seconds: float
+    graph_breaks: list[str] | None
 
 
 @dataclass(frozen=True)
@@ -71,9 +81,9 @@ class StepBuffer:
         self.skip()
         compiled = self._compiled - compiled
         breaks = self._new_breaks() if self._compiles else None  # giving up takes no time
-        # Without the samples, which would stay on the device.
-        window = replace(window, micro_batches=[replace(micro, data=None) for micro in window.micro_batches])
-        self._pending.append((window, result, start, self._last_mark, compiled, breaks))
+        count, waited = window.num_global_samples, window.wait_seconds
+        step = _Step(window.step, window.epoch, count, waited, result, start, self._last_mark, compiled, breaks)
+        self._pending.append(step)
         self._logged.append(list(result.logged))
 
     def log(self, values: list[LoggedValue]) -> None:
@@ -103,9 +113,10 @@ class StepBuffer:
         logged, self._logged = fetch_sums(self._world, self._logged), []
         if not steps:
             return PendingFetch([], list)
-        losses = self._world.tensors.fetch([result.loss_share for _, result, *_ in steps])
-        norms = self._world.tensors.fetch([result.grad_norm for _, result, *_ in steps if result.grad_norm is not None])
-        counted = [result.rows.counts for _, result, *_ in steps if result.rows is not None]  # the same on all ranks
+        results = [step.result for step in steps]
+        losses = self._world.tensors.fetch([result.loss_share for result in results])
+        norms = self._world.tensors.fetch([result.grad_norm for result in results if result.grad_norm is not None])
+        counted = [result.rows.counts for result in results if result.rows is not None]  # the same on all ranks
         own = self._world.tensors.fetch_all(torch.cat(counted)) if counted else list
         size = self._world.size
         if self._world.device.type == "cpu":
@@ -118,9 +129,9 @@ class StepBuffer:
             lambda: start_sum(own(), size)(),
         )
 
-    def _row(self, steps: list[Any], losses: list[float], logged: list[Sums], norms: list[float]) -> list[float]:
-        waits = [window.wait_seconds for window, *_ in steps]
-        seconds = self._clock.between(steps[0][2], steps[-1][3]) / len(steps)
+    def _row(self, steps: list[_Step], losses: list[float], logged: list[Sums], norms: list[float]) -> list[float]:
+        waits = [step.wait_seconds for step in steps]
+        seconds = self._clock.between(steps[0].start, steps[-1].end) / len(steps)
         memory = float(peak_memory_bytes(self._world))
         return [*losses, *waits, *self._columns.columns(logged), *norms, seconds, memory]
 
@@ -133,18 +144,19 @@ class StepBuffer:
 
         def read() -> list[dict[str, Any]]:
             memory, sums, found = peak_memory_bytes(self._world), fetch_sums(self._world, logged)(), []
-            for (window, result, before, mark, compiled, _), own in zip(steps, sums, strict=True):
+            for step, own in zip(steps, sums, strict=True):
+                result = step.result
                 figures = OwnFigures(
-                    step=window.step,
-                    epoch=window.epoch,
-                    num_samples=window.num_global_samples,
+                    step=step.number,
+                    epoch=step.epoch,
+                    num_samples=step.num_samples,
                     loss=self._world.tensors.read([result.loss_share])[0],
                     grad_norm=None if result.grad_norm is None else self._world.tensors.read([result.grad_norm])[0],
                     lr=result.learning_rate,
                     lrs=result.learning_rates,
-                    seconds=max(0.0, self._clock.between(before, mark) - compiled),
-                    compile_seconds=compiled,
-                    wait_seconds=window.wait_seconds,
+                    seconds=self._seconds(step),
+                    compile_seconds=step.compile_seconds,
+                    wait_seconds=step.wait_seconds,
                     memory_bytes=memory,
                     staleness=result.staleness,
                     logged=own,
@@ -168,10 +180,10 @@ class StepBuffer:
         if self._world.device.type == "cpu":
             self.reports_at_once = len(rows) == 1 or not self._is_patient or rows[0][-2] >= _SHORT_STEP
         records = []
-        for index, (window, result, before, mark, compiled, breaks) in enumerate(sealed.steps):
-            self._samples += window.num_global_samples
-            # Compiling is no part of a step that says how long others will take.
-            seconds = max(0.0, self._clock.between(before, mark) - compiled)
+        for index, step in enumerate(sealed.steps):
+            result = step.result
+            self._samples += step.num_samples
+            seconds = self._seconds(step)
             experts: dict[str, dict[str, Any]] = {}
             if result.rows is not None:
                 own, counts = counts[: len(result.rows.counts)], counts[len(result.rows.counts) :]
@@ -179,26 +191,30 @@ class StepBuffer:
             slowest = max(range(len(rows)), key=lambda rank: rows[rank][count + index])
             records.append(
                 StepRecord(
-                    step=window.step,
-                    epoch=window.epoch,
+                    step=step.number,
+                    epoch=step.epoch,
                     samples=self._samples,
                     loss=math.fsum(row[index] for row in rows),
                     grad_norm=next(norms) if result.grad_norm is not None else None,
                     lr=result.learning_rate,
                     step_seconds=seconds,
-                    samples_per_second=window.num_global_samples / seconds if seconds > 0 else math.nan,
+                    samples_per_second=step.num_samples / seconds if seconds > 0 else math.nan,
                     data_wait_seconds=rows[slowest][count + index],
                     slowest_reader=slowest,
                     peak_memory_bytes=int(max(row[-1] for row in rows)),
                     lrs=result.learning_rates or None,
-                    compile_seconds=compiled or None,
-                    graph_breaks=breaks,
+                    compile_seconds=step.compile_seconds or None,
+                    graph_breaks=step.graph_breaks,
                     staleness=result.staleness,
                     logged=figures[index],
                     experts=experts,
                 )
             )
         return records
+
+    def _seconds(self, step: _Step) -> float:
+        """Compiling is no part of a step that says how long others will take."""
+        return max(0.0, self._clock.between(step.start, step.end) - step.compile_seconds)
 
 
 class _StepClock:
