@@ -27,6 +27,7 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
     "lightning-tuned": ("lightning",),
     "deepspeed": ("deepspeed",),
     "deepspeed-tuned": ("deepspeed",),
+    "ray": ("ray",),
     "rung": ("rung",),
 }
 CONTENDERS = tuple(_PACKAGES)

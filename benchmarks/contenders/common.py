@@ -22,16 +22,16 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._times: dict[int, float] = {}
+        self.times: dict[int, float] = {}
 
     def mark(self, step: int, *, wait: bool = True) -> None:
         """Note the time of a step's end. Without `wait` the caller knows that the step has just ended."""
         if wait and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._times[step] = time.perf_counter()
+        self.times[step] = time.perf_counter()
 
     def seconds_per_step(self, first: int, last: int) -> float:
-        return (self._times[last] - self._times[first]) / (last - first)
+        return (self.times[last] - self.times[first]) / (last - first)
 
 
 class Contender(Protocol):
