@@ -146,13 +146,14 @@ def too_fast(rows: Sequence[dict[str, Any]]) -> list[str]:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def joined(files: Sequence[Path]) -> dict[str, Any]:
-    """The parts of several measurements, with the machines they were made on."""
+def joined(results: Path) -> dict[str, Any]:
+    """The parts of several measurements, with the machines they were made on; of the load, what grows with samples."""
     found: dict[str, Any] = {"parts": {}, "machines": {}}
-    for file in files:
+    for file in [*sorted(results.glob("growth*.json")), results / "load.json"]:
         content = json.loads(file.read_text())
-        found["parts"] |= content["parts"]
-        found["machines"] |= dict.fromkeys(content["parts"], content["machine"])
+        parts = {name: part for name, part in content["parts"].items() if file.stem != "load" or name == "samples"}
+        found["parts"] |= parts
+        found["machines"] |= dict.fromkeys(parts, content["machine"])
     return found
 
 
@@ -246,7 +247,7 @@ _COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 
 
 def _short(size: int) -> str:
-    for factor, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+    for factor, letter in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
         if size >= factor:
             return f"{size / factor:.3g}{letter}"
     return str(size)
@@ -272,7 +273,7 @@ def main() -> None:
             show(part, rows)
             content["parts"][part] = {"rows": rows, "exponents": growth(rows), "too_fast": too_fast(rows)}
             write(options.out, content)
-    content = joined(sorted(_RESULTS.glob("growth*.json")))
+    content = joined(_RESULTS)
     fill_marks(_PAGE, marks(content))
     _PICTURE.write_text(picture(content))
 
