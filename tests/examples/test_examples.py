@@ -119,3 +119,30 @@ def test_each_cipher_gets_an_expert_of_its_own(tmp_path: Path) -> None:
     assert before < 80
     assert after > 95
     assert picture.read_text().count("<rect") == 2 * 64 + 1
+
+
+def test_the_needle_is_found(tmp_path: Path) -> None:
+    """In plain PyTorch, in short sequences; then the picture of it."""
+    lengths = {"train_data.length": 64, "eval_data.length": 64}
+    task = load_task(EXAMPLES / "long_context").bind(lengths)
+    torch.manual_seed(0)
+    model, run = task.model(), tmp_path / "run"
+    optimizer, data, held_out = task.optimizer(model), task.train_data(), task.eval_data()
+    rows = []
+    for step in range(50):
+        tokens, targets = map(torch.stack, zip(*[data[8 * step + row] for row in range(8)], strict=True))
+        optimizer.zero_grad()
+        value = task.loss(model(tokens), targets)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rows.append({"step": step + 1, "loss": value.item(), "event": "step"})
+    tokens, targets = map(torch.stack, zip(*[held_out[row] for row in range(32)], strict=True))
+    assert ((targets >= 0).sum(1) == 1).all() and (targets[:, -1] >= 0).all()  # the far question alone
+    assert task.metrics(model(tokens), targets)["found"].mean() > 0.9
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (run / "config.toml").write_text('strategy = "cp2"\n[train_data]\nlength = 64\n')
+    script = [sys.executable, str(EXAMPLES / "long_context" / "picture.py"), str(tmp_path / "needle.svg"), str(run)]
+    subprocess.run(script, check=True)
+    assert ">64 tokens, cp2</text>" in (tmp_path / "needle.svg").read_text()
