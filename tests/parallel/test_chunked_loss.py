@@ -116,6 +116,17 @@ def test_classes_that_cannot_be() -> None:
         torch.testing.assert_close(others, gradients)
 
 
+def test_a_type_of_targets_that_torch_refuses_is_refused_in_chunks_too() -> None:
+    """Else a run would end at the first batch that fits into one chunk."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.view(-1, CLASSES), target.view(-1).int())
+
+    for layer in (head(), chunked(head(), 4)):
+        with pytest.raises(RuntimeError, match="Int"):
+            outcome(layer, loss)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_logits_are_not_computed(name: str) -> None:
     seen: list[HeadOutput] = []

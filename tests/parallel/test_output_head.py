@@ -95,14 +95,15 @@ def test_logits_with_another_use_stay(task: Task) -> None:
     [
         ("tp2", 2, {}, 'gathers the logits of head.*"vocabulary_head"'),
         ("dp2", 1, {}, "handed on before the loss"),
-        ("zero3", 2, {"shard_by": "size:1K"}, "in a unit, whose weights are gone before the loss"),
+        ("zero3", 2, {"shard_by": "size:1K"}, "in a unit, .* before the loss. Use --shard-by block, or --shard-by whole"),
+        ("zero3", 2, {"blocks": "head"}, 'in a unit, .* Use blocks = "..." for modules without it, or --shard-by whole'),
     ],
 )
 def test_where_it_is_not_possible_auto_does_without(
     strategy: str, num_ranks: int, settings: dict[str, Any], reason: str
 ) -> None:
     styles = {"head": "colwise_gather"} if strategy == "tp2" else None
-    task = text_task(model=Untied, tensor_parallel=styles)
+    task = text_task(model=Untied, tensor_parallel=styles, blocks=settings.pop("blocks", None))
     assert heads(task, strategy, num_ranks, **settings) == ([], [])
     with pytest.raises(RungError, match=f"chunked_loss=7.*{reason}"):
         heads(task, strategy, num_ranks, chunked_loss="7", **settings)

@@ -370,9 +370,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`F.cross_entropy` of logits that are not there; None where it is left to torch: probabilities as targets, and the
-    mean of weighted classes with smoothing, which torch divides by sums of its own."""
-    by_index = input.class_dim == 1 and list(target.shape) == input.lead and not target.is_floating_point()
+    """`F.cross_entropy` of logits that are not there; None where it is left to torch: probabilities as targets, types
+    that it refuses, and the mean of weighted classes with smoothing, which torch divides by sums of its own."""
+    by_index = input.class_dim == 1 and list(target.shape) == input.lead and target.dtype in (torch.int64, torch.uint8)
     if not by_index or size_average is not None or reduce is not None or reduction not in ("none", "mean", "sum"):
         return None
     if weight is not None and (label_smoothing or weight.requires_grad):

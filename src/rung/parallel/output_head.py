@@ -148,9 +148,10 @@ def settle_heads(
             '"vocabulary_head" in tensor_parallel, or leave it out.'
         )
     if names and config.chunked_loss != "auto":
+        other = 'Use blocks = "..." for modules without it' if config.shard_by == "block" else "Use --shard-by block"
         raise StrategyError(
             f"chunked_loss={config.chunked_loss}: FSDP has {', '.join(names)} in a unit, whose weights are gone before "
-            "the loss. Use --shard-by block or whole, or leave it out."
+            f"the loss. {other}, or --shard-by whole, or leave it out."
         )
     return []
 
