@@ -409,6 +409,16 @@ def test_rows_that_are_replaced_during_a_run_are_read() -> None:
     assert next(windows).micro_batches[0].data[0].tolist() == [15, 14, 13]
 
 
+def test_a_row_that_is_missing_is_named() -> None:
+    whole = TensorDataset(torch.arange(6))
+    windows = iter(Batches(whole, BatchPartition(3, 1, 0), num_epochs=3, shuffle=False))
+    next(windows)
+    whole.tensors = (torch.arange(4),)
+    with pytest.raises(IndexError) as caught:
+        next(windows)
+    assert caught.value.__notes__ == ["This is sample 4 of the data set: dataset[4] raises it."]
+
+
 class _Broken:
     def __init__(self, *, reads_many: bool) -> None:
         if reads_many:

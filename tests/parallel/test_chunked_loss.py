@@ -116,6 +116,17 @@ def test_classes_that_cannot_be() -> None:
         torch.testing.assert_close(others, gradients)
 
 
+def test_a_type_of_targets_that_torch_refuses_is_refused_in_chunks_too() -> None:
+    """Else a run would end at the first batch that fits into one chunk."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.view(-1, CLASSES), target.view(-1).int())
+
+    for layer in (head(), chunked(head(), 4)):
+        with pytest.raises(RuntimeError, match="Int"):
+            outcome(layer, loss)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_logits_are_not_computed(name: str) -> None:
     seen: list[HeadOutput] = []
@@ -258,10 +269,24 @@ def test_changes_in_place_are_refused() -> None:
         chunked(head())(x).div_(2)
 
 
-def test_hooks_that_read_the_gradient_of_logits_are_refused() -> None:
+def test_hooks_get_the_gradient_of_logits() -> None:
+    seen: list[Tensor] = []
+
     def loss(logits: Tensor, target: Tensor) -> Tensor:
+        logits.retain_grad()
         logits.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+        seen.append(logits)
         return flat(logits, target)
+
+    torch.testing.assert_close(outcome(chunked(head()), loss), outcome(head(), loss))
+    torch.testing.assert_close(seen[0].grad, seen[1].grad)
+
+
+def test_hooks_that_come_after_an_arrangement_of_the_rows_are_refused() -> None:
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        rows = logits.flatten(0, 1)
+        logits.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+        return F.cross_entropy(rows, target.flatten())
 
     with pytest.raises(ModelError, match=r"gradient of the logits.*chunked_loss=never"):
         outcome(chunked(head()), loss)

@@ -95,17 +95,33 @@ def test_logits_with_another_use_stay(task: Task) -> None:
     [
         ("tp2", 2, {}, 'gathers the logits of head.*"vocabulary_head"'),
         ("dp2", 1, {}, "handed on before the loss"),
-        ("zero3", 2, {"shard_by": "size:1K"}, "in a unit, whose weights are gone before the loss"),
+        ("zero3", 2, {"shard_by": "size:1K"}, "in a unit, .* Use --shard-by block, or --shard-by whole"),
+        ("zero3", 2, {"blocks": "head"}, 'in a unit, .* Use blocks = "..." for modules without it, or'),
     ],
 )
 def test_where_it_is_not_possible_auto_does_without(
     strategy: str, num_ranks: int, settings: dict[str, Any], reason: str
 ) -> None:
     styles = {"head": "colwise_gather"} if strategy == "tp2" else None
-    task = text_task(model=Untied, tensor_parallel=styles)
+    task = text_task(model=Untied, tensor_parallel=styles, blocks=settings.pop("blocks", None))
     assert heads(task, strategy, num_ranks, **settings) == ([], [])
     with pytest.raises(RungError, match=f"chunked_loss=7.*{reason}"):
         heads(task, strategy, num_ranks, chunked_loss="7", **settings)
+
+
+def test_a_loss_of_some_rows_chosen_by_a_mask() -> None:
+    def masked(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output[target > 3], target[target > 3])
+
+    assert heads(text_task(model=lambda: TinyGPT(LARGE), loss=masked))[0] == ["head"]
+
+
+def test_logits_that_some_batches_change_in_place_stay() -> None:
+    def banning(output: Tensor, target: Tensor) -> Tensor:
+        banned = (target > 3).unsqueeze(-1).expand(output.shape)
+        return cross_entropy(output.masked_fill_(banned, -1e4) if banned.any() else output, target)
+
+    assert heads(text_task(model=lambda: TinyGPT(LARGE), loss=banning)) == ([], [])
 
 
 def test_a_layer_whose_result_is_changed_in_place_does_not_hide_the_other() -> None:

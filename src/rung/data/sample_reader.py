@@ -155,7 +155,14 @@ class _Rows:
         return cls(dataset, subsets) if type(dataset) is TensorDataset else None
 
     def read(self, samples: list[int]) -> list[torch.Tensor] | None:
-        """None if a tensor or an index is of a kind that is read otherwise. Both may be replaced during a run."""
+        """None if a tensor or an index is of a kind that is read otherwise, or a row is not there: read one by one, its
+        sample is named. Tensors and indices may be replaced during a run."""
+        try:
+            return self._read(samples)
+        except IndexError:
+            return None
+
+    def _read(self, samples: list[int]) -> list[torch.Tensor] | None:
         tensors, places = self._dataset.tensors, samples
         for subset in self._subsets:
             places = [subset.indices[place] for place in places]

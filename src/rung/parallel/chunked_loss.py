@@ -162,6 +162,8 @@ class HeadOutput(Tensor):
             if found is not None:
                 return found
         with without_torch_function():
+            if func in _WATCHING:
+                args[0].whole()  # so that their gradient is computed as such
             if func in _READING:
                 whole = args[0].whole().detach().requires_grad_(args[0].requires_grad)
                 return func(whole, *args[1:], **kwargs)
@@ -177,6 +179,9 @@ class HeadOutput(Tensor):
             if one.alias_info and one.alias_info.is_write
         ]
         if any(isinstance(arg, HeadOutput) for arg in written) or func is torch.ops.aten.as_strided.default:
+            for arg in args:
+                if isinstance(arg, HeadOutput):
+                    arg.call.is_whole = True  # as a run without values must see, whatever it tries next
             raise ModelError(f"{func} changes the logits in place, or reads them by their storage. {_WAY_OUT}")
         if any(one.alias_info for one in schema(func).returns):
             for arg in args:
@@ -258,6 +263,9 @@ class HeadGradient(Tensor):
             f"{func} reads the gradient of the logits, perhaps in a hook, and it is not computed as such. {_WAY_OUT}"
         )
 
+
+# What wants the gradient of the logits.
+_WATCHING = {Tensor.register_hook, Tensor.retain_grad}
 
 # What leaves torch reads the storage, and is no operation that is dispatched.
 _READING = {
@@ -370,9 +378,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`F.cross_entropy` of logits that are not there; None where it is left to torch: probabilities as targets, and the
-    mean of weighted classes with smoothing, which torch divides by sums of its own."""
-    by_index = input.class_dim == 1 and list(target.shape) == input.lead and not target.is_floating_point()
+    """`F.cross_entropy` of logits that are not there; None where it is left to torch: probabilities as targets, types
+    that it refuses, and the mean of weighted classes with smoothing, which torch divides by sums of its own."""
+    by_index = input.class_dim == 1 and list(target.shape) == input.lead and target.dtype in (torch.int64, torch.uint8)
     if not by_index or size_average is not None or reduce is not None or reduction not in ("none", "mean", "sum"):
         return None
     if weight is not None and (label_smoothing or weight.requires_grad):

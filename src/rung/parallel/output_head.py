@@ -98,14 +98,23 @@ def _probe(
     with fake_world.imagined(mode):
         batch = map_tensors(example, lambda t: torch.empty(t.shape, dtype=t.dtype, device=world.device))
 
-    def take_loss() -> Any:
-        return task.loss(run(probe, batch), split_batch(batch)[1])
-
+    step = _Step(probe, lambda: task.loss(run(probe, batch), split_batch(batch)[1]))
     try:
-        trace_forward(probe, take_loss, lambda *_: False, device=world.device, mode=mode, may_decide=lambda *_: True)
+        trace_forward(step, step, lambda *_: False, device=world.device, mode=mode, may_decide=lambda *_: True)
     except Exception:
-        return None  # the loss looks at values, or changes logits: what it does with them cannot be told
+        return None  # the loss changes logits, or cannot be run without values: what it does cannot be told
     return [name for name, made in calls.items() if made and all(c.is_chunked and not c.is_whole for c in made)]
+
+
+class _Step(nn.Module):
+    """A model with its loss, which may read values as well: it selects rows by a mask, say."""
+
+    def __init__(self, model: nn.Module, take_loss: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model, self._take_loss = model, take_loss
+
+    def forward(self) -> Any:
+        return self._take_loss()
 
 
 def without_heads(blocks: list[nn.Module], model: nn.Module, names: list[str]) -> list[nn.Module]:
@@ -148,9 +157,10 @@ def settle_heads(
             '"vocabulary_head" in tensor_parallel, or leave it out.'
         )
     if names and config.chunked_loss != "auto":
+        other = 'Use blocks = "..." for modules without it' if config.shard_by == "block" else "Use --shard-by block"
         raise StrategyError(
             f"chunked_loss={config.chunked_loss}: FSDP has {', '.join(names)} in a unit, whose weights are gone before "
-            "the loss. Use --shard-by block or whole, or leave it out."
+            f"the loss. {other}, or --shard-by whole, or leave it out."
         )
     return []
 
