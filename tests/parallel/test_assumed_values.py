@@ -54,6 +54,15 @@ def _counting(layers: nn.Module, x: Tensor) -> Tensor:
     return layers[0](x) + x.masked_select(x > 0).sum() + order.sum() + values.sum()
 
 
+def _splitting(layers: nn.Module, x: Tensor) -> Tensor:
+    """Rows sorted by the layer that they go to, as mixtures of experts do."""
+    choice = x[:, :3].argmax(1)
+    counts = torch.bincount(choice, minlength=3)
+    share = counts / torch.ones(3)
+    parts = x[choice.argsort()].split(counts.tolist())
+    return torch.cat([layer(part) for layer, part in zip(layers, parts, strict=True)]) * share.sum()
+
+
 def _naming(layers: nn.Module, x: Tensor) -> Tensor:
     named = {f"expert_{number}": layer for number, layer in enumerate(layers.children())}
     for number in (x > 0).any(0).nonzero():
@@ -73,7 +82,7 @@ def _raising(layers: nn.Module, x: Tensor) -> Tensor:
     return layers[0](x) if (x > 0).all() else x
 
 
-@pytest.mark.parametrize("function", [_skipping, _first_of, _selecting, _counting, _naming, _raising])
+@pytest.mark.parametrize("function", [_skipping, _first_of, _selecting, _counting, _splitting, _naming, _raising])
 def test_a_part_that_reads_values_is_traced_and_keeps_all_of_its_parameters(
     function: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
@@ -102,11 +111,10 @@ def test_a_module_that_forward_converts_is_refused_with_the_line() -> None:
 
 def test_a_part_that_fails_with_all_values_is_refused_with_the_line_that_reads_them() -> None:
     def refusing(layers: nn.Module, x: Tensor) -> Tensor:
-        sizes = (x > 0).sum(0).tolist()
-        return torch.cat([layers[0](part) for part in x.split(sizes)])
+        return layers[0](x.view((x > 0).sum(0).tolist()))
 
     with pytest.raises(
-        ModelError, match=r"tolist\(\)\nforward branches on tensor values here[\s\S]*RuntimeError: split"
+        ModelError, match=r"tolist\(\)\)\)\nforward branches on tensor values here[\s\S]*RuntimeError: shape"
     ):
         traced(refusing)
 

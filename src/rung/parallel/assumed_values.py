@@ -2,11 +2,13 @@
 
 A mixture of experts selects rows by a mask, and skips an expert that no row has chosen. On a stage, the part runs its
 own code on real values, so a trace needs no more than the shape of the part's result. It goes on as if every element
-were selected, every condition held, and every number were 1.
+were selected, every condition held, and every number were 1; where a tensor is split into as many rows as were counted,
+as if it were split evenly.
 """
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,6 +46,17 @@ class AssumedValues:
         if operation is torch.ops.aten.equal.default:
             return self._next_answer()
         return NotImplemented
+
+    def fitted(self, operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of an operation, with sizes that fit in the place of those that come of assumed numbers."""
+        if not self._num_asked or operation is not torch.ops.aten.split_with_sizes.default:
+            return args
+        tensor, sizes, dim = (*args, 0)[:3]
+        length, num_parts = tensor.shape[dim], len(sizes)
+        if sum(sizes) == length or num_parts == 0:
+            return args
+        ends = [length * part // num_parts for part in range(num_parts + 1)]
+        return tensor, [stop - start for start, stop in itertools.pairwise(ends)], dim
 
     def change_answer(self) -> bool:
         """Prepare another run of the call after an error; False if no answer is left to change."""
@@ -110,7 +123,8 @@ def _places(tensor: Tensor, inverse: Any, counts: int) -> tuple[Tensor, Tensor]:
 
 def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     kind = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
-    return tensor.new_empty(max(minlength, tensor.numel()), dtype=kind)
+    # With a smallest length, no number is beyond it: code that counts the choices of experts goes on with one for each.
+    return tensor.new_empty(minlength or tensor.numel(), dtype=kind)
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:

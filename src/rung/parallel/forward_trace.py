@@ -225,6 +225,8 @@ class _DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = tensors_of((args, kwargs))
+        if self.assumed is not None:
+            args = self.assumed.fitted(func, args)
         try:
             output = func(*args, **kwargs)
         except fake_world.NEEDS_VALUES:

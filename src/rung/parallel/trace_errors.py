@@ -19,9 +19,10 @@ def explain_failure(error: Exception) -> ModelError:
     kind = type(error).__name__
     if kind in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
         reason = (
-            "forward branches on tensor values here, which are unknown until it runs. Pipeline and tensor parallelism "
-            "need the same operations for every batch outside of the model's blocks. Rewrite the line without a branch "
-            "(torch.where), move it into a block (the task names them: blocks = ...), or use a data-parallel strategy."
+            "forward branches on tensor values here, which are unknown until it runs. Strategies that trace it (tp, "
+            "pp, cp, ep) need the same operations for every batch outside of the model's blocks. Rewrite the line "
+            "without a branch (torch.where), move it into a block (the task names them: blocks = ...), or use a "
+            "data-parallel strategy."
         )
     else:
         reason = f"forward cannot be traced on fake tensors: {describe_error(error)}"
@@ -31,8 +32,8 @@ def explain_failure(error: Exception) -> ModelError:
 def explain_assumption(error: Exception, line: str) -> ModelError:
     """A ModelError for a part that reads values at `line` and fails with whichever values the trace assumes."""
     return ModelError(
-        f"{line}\nforward branches on tensor values here, which are unknown until it runs. Pipeline and tensor "
-        "parallelism trace it as if every element were selected and every condition held, and that fails: "
+        f"{line}\nforward branches on tensor values here, which are unknown until it runs. tp, pp, cp and ep "
+        "trace it as if every element were selected and every condition held, and that fails: "
         f"{describe_error(error)} Use a data-parallel strategy, or rewrite the line without a branch (torch.where)."
     )
 

@@ -25,7 +25,7 @@ def shared_out(model: Callable[[], nn.Module], strategy: str = "ep2", num_ranks:
         return build_runtime(text_task(model=model), world, config, total_steps=1).parallel
 
 
-def with_experts(kind: type[Experts], num_experts: int = 8) -> nn.Module:
+def with_experts(kind: Callable[[int], nn.Module], num_experts: int = 8) -> nn.Module:
     model = Mixture(num_experts)
     for block in model.blocks:
         block.experts = kind(num_experts)
@@ -172,6 +172,39 @@ class Uneven(Experts):
         self.up = nn.Parameter(torch.randn(num_experts + 2, 12, 10))
 
 
+class Scaled(Experts):
+    """Results are multiplied by a number of each expert, or of all."""
+
+    def __init__(self, num_experts: int, shape: tuple[int, ...]) -> None:
+        super().__init__(num_experts)
+        self.scale = nn.Parameter(torch.rand(shape))
+
+    def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        scale = self.scale[chosen] if self.scale.dim() else self.scale
+        return super().forward(rows, chosen, weights * scale)
+
+
+class Clamping(Experts):
+    """A constant is a buffer."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self.register_buffer("limit", torch.tensor(7.0))
+
+
+class Normed(Experts):
+    """Experts share a norm."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self.norm = nn.LayerNorm(12)
+
+
+def test_experts_with_one_number_each_are_shared_out() -> None:
+    found = shared_out(lambda: with_experts(lambda count: Scaled(count, (count,))))
+    assert "8 experts shared out among 2 ranks: blocks.*.experts" in found.notes[0]
+
+
 class Named(nn.ModuleDict):
     """Experts by name."""
 
@@ -185,7 +218,13 @@ class Named(nn.ModuleDict):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Uneven, r"its parameters have not all one row for each expert \(rows: 8, 10\)"), (Named, "it is a ModuleDict")],
+    [
+        (Uneven, r"its parameters have not all one row for each expert \(rows: 8, 10\)"),
+        (lambda count: Scaled(count, ()), r"its parameters have not all one row for each expert \(rows: 1, 8\)"),
+        (Clamping, r"it has buffers \(limit\)"),
+        (Normed, "it has parameters in a module of its own, norm, which"),
+        (Named, "it is a ModuleDict"),
+    ],
 )
 def test_experts_of_another_form_are_named(kind: Any, reason: str) -> None:
     with pytest.raises(ModelError, match=rf"blocks\.\*\.experts: {reason}"):

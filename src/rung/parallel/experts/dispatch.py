@@ -27,7 +27,7 @@ from rung.parallel.experts.lists import callers_of_lists
 from rung.parallel.experts.loads import ExpertLoads
 from rung.parallel.experts.shared_list import SharedList
 from rung.parallel.experts.two_passes import ListCall, TwoPasses
-from rung.parallel.experts.validate import ExpertCall, num_experts_of, part_of, prove, refuse, run_rows
+from rung.parallel.experts.validate import ExpertCall, num_experts_of, part_of, prove, refuse, run_rows, why_unlike
 from rung.parallel.forward_tracer import ForwardTracer
 from rung.parallel.pipeline.partition import lies_in
 from rung.system.units import plural
@@ -114,9 +114,8 @@ def _unlike(model: nn.Module) -> dict[str, str]:
         own = list(module.parameters(recurse=False))
         if isinstance(module, nn.ModuleDict):
             found[name] = "it is a ModuleDict; experts in a ModuleList can be shared out"
-        elif any(parameter.dim() == 3 for parameter in own) and num_experts_of(module) is None:
-            counts = sorted({parameter.shape[0] for parameter in own})
-            found[name] = f"its parameters have not all one row for each expert (rows: {', '.join(map(str, counts))})"
+        elif any(parameter.dim() == 3 for parameter in own) and (why := why_unlike(module)):
+            found[name] = why
     return found
 
 

@@ -76,12 +76,24 @@ class ExpertCall:
 def num_experts_of(module: nn.Module) -> int | None:
     """The number of experts that a module holds, if it is one that could: all parameters are its own, one row for each
     expert, one of them with matrices."""
+    matrices = next((parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3), None)
+    return len(matrices) if matrices is not None and len(matrices) > 1 and not why_unlike(module) else None
+
+
+def why_unlike(module: nn.Module) -> str:
+    """Why a module with parameters holds no experts whose rows could be divided; empty if they could."""
     own = list(module.parameters(recurse=False))
-    if not own or len(own) != len(list(module.parameters())) or any(True for _ in module.buffers()):
-        return None
-    counts = {parameter.shape[0] if parameter.dim() > 1 else 0 for parameter in own}
-    has_matrices = any(parameter.dim() == 3 for parameter in own)
-    return counts.pop() if len(counts) == 1 and has_matrices and counts != {0} and min(counts) > 1 else None
+    counts = {parameter.shape[0] if parameter.dim() > 0 else 1 for parameter in own}
+    if len(counts) > 1:
+        rows = ", ".join(map(str, sorted(counts)))
+        return f"its parameters have not all one row for each expert (rows: {rows})"
+    if len(own) != len(list(module.parameters())):
+        inside = next(name for name, child in module.named_children() if any(True for _ in child.parameters()))
+        return f"it has parameters in a module of its own, {inside}, which are no rows for each expert"
+    buffers = ", ".join(name for name, _ in module.named_buffers())
+    if buffers:
+        return f"it has buffers ({buffers}); a constant can be a plain attribute, and what changes be kept outside"
+    return ""
 
 
 def run_part(
