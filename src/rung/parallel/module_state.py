@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rung.distributed import fake_world
 from rung.distributed.torch_private import buffers_of
 from rung.parallel.materialize import is_absent
 
@@ -56,6 +57,8 @@ class ModuleState:
             own.update(buffers)
         with torch.no_grad():
             for tensor, value in self._values:
+                if fake_world.is_fake(tensor):  # no value to compare, or to put back
+                    continue
                 # By value: torch's batch norm writes its running statistics without a new version of them.
                 if not torch.equal(tensor.detach(), value):
                     tensor.detach().copy_(value)

@@ -193,9 +193,23 @@ def test_lists_are_shared_out() -> None:
     assert found.experts.foreign == {f"blocks.{block}.experts.{number}" for block in range(2) for number in (2, 3)}
 
 
-def test_explain_shows_the_experts_of_all_ranks() -> None:
+class Noting(Layer):
+    """Keeps tensors on itself, which are put back between its two runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += 1
+        self.balance = self.router(x).mean()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [Layer, Noting])
+def test_explain_shows_the_experts_of_all_ranks(layer: Callable[[], nn.Module]) -> None:
     found = explain(
-        text_task(model=partial(Model, Layer)),
+        text_task(model=partial(Model, layer)),
         parse("pp2,fsdp2,ep2", 4),
         RunConfig(batch_size=8, unused_parameters="allow"),
     )
