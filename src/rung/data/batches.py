@@ -84,7 +84,6 @@ class Batches:
         self._bad_samples = bad_samples
         self._num_skipped = bad_samples.limit if bad_samples is not None else 0
         self._reads = reads
-        self._reader: SampleReader | None = None
         self.is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         self._dataset = dataset
         self._seed = seed
@@ -119,6 +118,7 @@ class Batches:
         if self.num_samples == 0:
             raise DataError(f"the data set {type(dataset).__name__} is empty.")
         self.order = by_tokens or order or Permutation(self.num_samples, seed, shuffle=shuffle is not False)
+        self._reader = SampleReader(dataset, self.order, self._collate, seed, self._num_skipped)
 
     @property
     def dataset(self) -> Any:
@@ -183,16 +183,10 @@ class Batches:
                 f"the data set {type(self._dataset).__name__} is iterable, and its samples can be had only one after "
                 "the other; here windows are asked for by number. Give it __len__ and __getitem__, or use ps."
             )
-        if self._reader is None:
-            self._reader = self._make_reader()
         started = time.perf_counter()
         micro_batches = [self._reader[piece] for piece in self.ranges(step - 1)]
         epoch, within = divmod(step - 1, per_epoch)
         return LocalBatch(step, epoch, micro_batches, within == per_epoch - 1, time.perf_counter() - started)
-
-    def _make_reader(self) -> SampleReader:
-        assert self.order is not None
-        return SampleReader(self._dataset, self.order, self._collate, self._seed, self._num_skipped)
 
     def _loader(
         self, dataset: Any, sampler: Iterable[Any] | None, *, num_workers: int | None = None, pin_memory: bool = True
@@ -239,10 +233,9 @@ class Batches:
         """Reads the ranges of the steps after `start_step`, in order."""
         if not self._reads:
             return lambda piece: MicroBatch(None, 0, piece.num_global)
-        reader = self._make_reader()
         if not self._num_workers and not self._pin_memory:  # torch's loader would only add its own time
-            return reader.__getitem__
-        loader = self._loader(reader, _PieceStream(self, start_step, total_steps))
+            return self._reader.__getitem__
+        loader = self._loader(self._reader, _PieceStream(self, start_step, total_steps))
         return lambda _: next(loader)
 
     def _windows_of_shards(self) -> Iterator[LocalBatch]:
