@@ -419,6 +419,22 @@ def test_a_row_that_is_missing_is_named() -> None:
     assert caught.value.__notes__ == ["This is sample 4 of the data set: dataset[4] raises it."]
 
 
+@pytest.mark.parametrize("drops", [True, False], ids=["left out", "a batch"])
+def test_several_samples_read_at_once_must_be_as_many_as_were_asked_for(drops: bool) -> None:
+    class Many(Dataset[Any]):
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> dict[str, int]:
+            return {"input": index, "target": 0}
+
+        def __getitems__(self, indices: list[int]) -> Any:
+            return [self[index] for index in indices if index] if drops else {"input": indices, "target": indices}
+
+    with pytest.raises(DataError, match=r"__getitems__ of the data set Many gave 2 items for 3 indices"):
+        next(iter(Batches(Many(), BatchPartition(3, 1, 0), num_epochs=1, shuffle=False)))
+
+
 class _Broken:
     def __init__(self, *, reads_many: bool) -> None:
         if reads_many:

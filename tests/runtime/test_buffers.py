@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rung.errors import ModelError
+from rung.parallel.activation import apply_activation_checkpointing
 from rung.parallel.module_state import ModuleState
 from rung.runtime.buffers import OwnBuffers
 
@@ -66,3 +67,20 @@ def test_the_state_of_a_module_is_put_back_with_buffers_that_were_none() -> None
     assert dict(model.named_buffers()).keys() == buffers.keys() and model[2].created is None
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     assert not model[2].changed.any() and not model[0].running_mean.any()
+
+
+def test_recomputation_changes_no_buffer_again_that_forward_assigns() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean()
+            return torch.relu(self.layer(x))
+
+    block = Averaging()
+    apply_activation_checkpointing([block], "full")
+    block(torch.ones(2, 3)).sum().backward()
+    assert float(block.mean) == 0.5

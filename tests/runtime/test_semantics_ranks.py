@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -258,6 +259,30 @@ def test_a_parameter_may_be_used_for_the_first_time_in_a_later_step(strategy: st
     chosen = config(unused_parameters="allow", fused=True)
     expected = by_hand(later_used_task(), chosen)
     found = on_ranks(with_rung, 1 if strategy == "single" else 2, later_used_task, strategy, chosen)
+    assert largest_difference(expected, found[0]) < 1e-9
+
+
+def sparse_in_a_later_group_task(kind: type[torch.optim.Optimizer]) -> Task:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(2, 5, sparse=True), nn.Linear(36, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.flatten(1)
+            return self.head(x) + self.table((x[:, 0] > 0).long())
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        groups = [{"params": model.head.parameters()}, {"params": model.table.parameters(), "lr": 0.5}]
+        return kind(groups, lr=0.1)  # type: ignore[call-arg]
+
+    return image_task(model=Model, optimizer=optimizer, schedule=None)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_group_that_fused_kernels_refuse_does_not_step_the_groups_before_it_twice(kind: Any) -> None:
+    expected = by_hand(sparse_in_a_later_group_task(kind), config())
+    found = on_ranks(with_rung, 1, partial(sparse_in_a_later_group_task, kind), "single", config())
     assert largest_difference(expected, found[0]) < 1e-9
 
 

@@ -237,12 +237,23 @@ class SampleReader:
         many = getattr(self._dataset, "__getitems__", None)  # torch's protocol for batched reads
         if many:
             try:
-                return list(many(samples))
+                items = list(many(samples))
             except Exception as error:
                 if not self._num_skipped or not can_be_left_out(error):
                     raise
+            else:
+                return self._checked(items, samples)
         pairs = zip(positions, samples, strict=True)
         return [_read_one(self._dataset, index, position, self._num_skipped) for position, index in pairs]
+
+    def _checked(self, items: list[Any], samples: list[int]) -> list[Any]:
+        if len(items) != len(samples):
+            raise DataError(
+                f"__getitems__ of the data set {type(self._dataset).__name__} gave {len(items)} items for "
+                f"{len(samples)} indices. Let it return a list with one sample for each index, in their order: the "
+                "task's collate(samples) makes a batch of them, and --skip-bad-samples leaves out those that raise."
+            )
+        return items
 
     def _any_good(self) -> Any:
         """A sample in place of those that cannot be read. The same on all ranks, some of which share a batch."""

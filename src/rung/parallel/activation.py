@@ -131,9 +131,14 @@ def _without_autocast_cache() -> Iterator[None]:
 @contextmanager
 def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Restore buffers afterwards: forward updated running statistics, and recomputation must not do it again."""
-    saved = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    saved = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
     try:
         yield
     finally:
-        for buffer, value in saved:
+        for part, name, buffer, value in saved:
+            setattr(part, name, buffer)  # forward may have assigned another
             buffer.data.copy_(value)  # through .data: autograd may have saved the buffer and must not see a new version

@@ -98,23 +98,28 @@ def _probe(
     with fake_world.imagined(mode):
         batch = map_tensors(example, lambda t: torch.empty(t.shape, dtype=t.dtype, device=world.device))
 
-    step = _Step(probe, lambda: task.loss(run(probe, batch), split_batch(batch)[1]))
+    loss = _Loss(task.loss)
+    both = nn.ModuleList([probe, loss])
+
+    def take_loss() -> Any:
+        return loss(run(probe, batch), split_batch(batch)[1])
+
     try:
-        trace_forward(step, step, lambda *_: False, device=world.device, mode=mode, may_decide=lambda *_: True)
+        trace_forward(both, take_loss, lambda *_: False, device=world.device, mode=mode, may_decide=lambda *_: True)
     except Exception:
         return None  # the loss changes logits, or cannot be run without values: what it does cannot be told
     return [name for name, made in calls.items() if made and all(c.is_chunked and not c.is_whole for c in made)]
 
 
-class _Step(nn.Module):
-    """A model with its loss, which may read values as well: it selects rows by a mask, say."""
+class _Loss(nn.Module):
+    """The loss as a module, so that it may read values as a model's forward may: it selects rows by a mask, say."""
 
-    def __init__(self, model: nn.Module, take_loss: Callable[[], Any]) -> None:
+    def __init__(self, loss: Callable[..., Any]) -> None:
         super().__init__()
-        self.model, self._take_loss = model, take_loss
+        self._call = (loss,)  # no submodule, if it is one
 
-    def forward(self) -> Any:
-        return self._take_loss()
+    def forward(self, output: Any, target: Any) -> Any:
+        return self._call[0](output, target)
 
 
 def without_heads(blocks: list[nn.Module], model: nn.Module, names: list[str]) -> list[nn.Module]:

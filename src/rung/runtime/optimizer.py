@@ -297,16 +297,17 @@ def _fused(optimizer: Optimizer, allow_unused: bool) -> Optimizer:
     options: dict[str, Any] = {key: value for key, value in defaults.items() if key in accepted}
     groups = [{**group, "fused": True} for group in optimizer.param_groups]
     rebuilt: Optimizer = kind(groups, **{**options, "fused": True})
-    if kind is torch.optim.SGD:
+    if kind in (torch.optim.SGD, torch.optim.Adagrad):
         _step_unfused_if_needed(rebuilt)
     return rebuilt
 
 
 def _step_unfused_if_needed(optimizer: Optimizer) -> None:
-    """Give up torch's fused SGD in the first step that it refuses and the plain one takes.
+    """Give up torch's fused kernel for the groups that it refuses in a step and the plain one takes.
 
-    It refuses sparse gradients, and momentum for some parameters only, as when one gets its first gradient later than
-    others (torch 2.11 to 2.13). It does so before it changes anything.
+    It refuses sparse gradients, and SGD's momentum for some parameters only, as when one gets its first gradient later
+    than others (torch 2.11 to 2.13). It does so before it changes anything of the group, but after it has updated the
+    groups before it.
     """
     step = optimizer.step
 
@@ -315,14 +316,27 @@ def _step_unfused_if_needed(optimizer: Optimizer) -> None:
         try:
             return step(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
-            if not _is_refused_by_fused(error) or getattr(optimizer, "grad_scale", None) is not None:
+            groups = optimizer.param_groups
+            refused = [place for place, group in enumerate(groups) if _is_refused_by_fused(optimizer, group)]
+            if not refused:
                 raise
-            for group in optimizer.param_groups:
-                group["fused"] = False
+            if getattr(optimizer, "grad_scale", None) is not None:  # in fp16, which the plain kernel ignores
+                error.add_note("--set fused=false steps without torch's fused kernels.")
+                raise
+        for place in refused:
+            groups[place]["fused"] = False
+        optimizer.param_groups = groups[refused[0] :]
+        try:
             return step(*args, **kwargs)
+        finally:
+            optimizer.param_groups = groups
 
     optimizer.step = MethodType(with_retry, optimizer)  # type: ignore[method-assign]
 
 
-def _is_refused_by_fused(error: Exception) -> bool:
-    return "fused" in str(error).lower()
+def _is_refused_by_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    given = [parameter for parameter in group["params"] if parameter.grad is not None]
+    if any(parameter.grad.is_sparse for parameter in given):
+        return bool(group["fused"])
+    begun = {optimizer.state.get(parameter, {}).get("momentum_buffer") is not None for parameter in given}
+    return bool(group["fused"] and group.get("momentum") and len(begun) == 2)
