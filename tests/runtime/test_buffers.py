@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,18 +71,37 @@ def test_the_state_of_a_module_is_put_back_with_buffers_that_were_none() -> None
     assert not model[2].changed.any() and not model[0].running_mean.any()
 
 
-def test_recomputation_changes_no_buffer_again_that_forward_assigns() -> None:
-    class Averaging(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-            self.register_buffer("mean", torch.zeros(()))
+class Averaging(nn.Module):
+    """Assigns one buffer and updates another in place. A part of it can be left out of the graph."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean()
-            return torch.relu(self.layer(x))
+    def __init__(self, leaves_graph: bool) -> None:
+        super().__init__()
+        self.layer, self.leaves_graph = nn.Linear(3, 3), leaves_graph
+        self.register_buffer("mean", torch.zeros(()))
+        self.norm = nn.BatchNorm1d(3, momentum=0.5)
 
-    block = Averaging()
-    apply_activation_checkpointing([block], "full")
-    block(torch.ones(2, 3)).sum().backward()
-    assert float(block.mean) == 0.5
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean()
+        if self.leaves_graph:
+            torch._dynamo.graph_break()
+        return torch.relu(self.norm(self.layer(x)))
+
+
+@pytest.mark.parametrize("leaves_graph", [False, True])
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_changes_no_buffer_again(mode: str, compiles: bool, leaves_graph: bool) -> None:
+    torch.manual_seed(0)
+    block = Averaging(leaves_graph)
+    by_hand = copy.deepcopy(block)
+    apply_activation_checkpointing([block], mode)
+    if compiles:
+        block.compile(backend="aot_eager")
+    for _ in range(2):
+        x = torch.rand(4, 3)
+        block(x).sum().backward()
+        by_hand(x).sum().backward()
+    for (name, buffer), (_, expected) in zip(block.named_buffers(), by_hand.named_buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, msg=name)
+    for parameter, expected in zip(block.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)

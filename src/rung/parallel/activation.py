@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from rung.distributed.torch_private import TorchDispatchMode
 from rung.errors import ModelError
 
 _COSTLY_NAMES = (
@@ -39,6 +40,10 @@ COSTLY_OPERATIONS = frozenset(
 
 def _keep_costly(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_nothing(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -93,10 +98,16 @@ def _checkpointed(block: nn.Module, mode: str, around: Around | None, keep_gener
     if mode == "selective" or around is not None or next(block.buffers(), None) is not None:
         options["context_fn"] = contexts
 
-    # In compiled code buffers change once and casts are not kept, and the compiler takes torch's own contexts alone.
+    def compiled_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        keep = _keep_costly if mode == "selective" else _keep_nothing
+        first_pass, recomputing = create_selective_checkpoint_contexts(keep)  # type: ignore[no-untyped-call]
+        return first_pass, _AsMode(_both(_unchanged_buffers(block), recomputing))
+
+    # In compiled code buffers change once and casts are not kept. But a block that the compiler gives up is computed
+    # again as without it.
     compiled_options: dict[str, Any] = {"preserve_rng_state": keep_generators}
-    if mode == "selective":
-        compiled_options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_costly)
+    if mode == "selective" or next(block.buffers(), None) is not None:
+        compiled_options["context_fn"] = compiled_contexts
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -108,6 +119,21 @@ def _checkpointed(block: nn.Module, mode: str, around: Around | None, keep_gener
 
     run.is_checkpointed = True  # type: ignore[attr-defined]
     return run
+
+
+class _AsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context as a mode, which torch asks for under torch.compile. It changes no operation by itself."""
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._context = context
+
+    def __enter__(self) -> Any:
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
 
 
 @contextmanager
