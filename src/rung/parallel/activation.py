@@ -125,7 +125,7 @@ class _AsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context as a mode, which torch asks for under torch.compile. It changes no operation by itself."""
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._context = context
 
     def __enter__(self) -> Any:
