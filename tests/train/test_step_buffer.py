@@ -48,6 +48,8 @@ def test_code_that_is_left_uncompiled_is_told_once() -> None:
     def breaks(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum().item() > 0 else x
 
+    torch._dynamo.reset()  # other tests compile in this process
+    torch._dynamo.utils.counters.clear()
     with open_world(parse("single", 1), device="cpu") as world:
         buffer = StepBuffer(world, compiles=True)
         for step, size in ((1, 3), (2, 3), (3, 4)):
