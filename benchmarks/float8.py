@@ -5,9 +5,10 @@ python -m benchmarks.float8 --cases 124m --repeats 5 --curve-steps 0
 python -m benchmarks.float8 --cases --out /tmp/curves.json      # the losses alone
 
 GPTs with a vocabulary of 50,304 on 1,024 tokens a sample, compiled. All variants of a case are built once and kept in
-one process; blocks of steps alternate between them. The losses are those of the text of examples/gpt with 25 M
-parameters, from several seeds, at a rate that is right for that size: at the example's own, which is meant for a
-smaller model, two runs in bf16 end a quarter apart, and would tell nothing of float8.
+one process; blocks of steps alternate between them. The losses are those of examples/gpt with 25 M parameters, from
+several seeds, at a rate that is right for that size: at the example's own, which is meant for a smaller model, two runs
+in bf16 end a quarter apart, and would tell nothing of float8. The text is all that the example can read, four and a
+half million characters: its own million is learnt by heart before the end. The last twentieth is held out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
 from rung.spec.task import load_task
 from rung.system.svg import BLUE, GREY, LINE, MARGIN, ORANGE, WIDTH, Page
-from rung.train.worker import make_batches
+from rung.train.worker import make_batches, make_eval_batches
 
 _RESULTS = Path(__file__).parent / "results" / "float8-cuda.json"
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -43,6 +44,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 _SIZES = {"124m": (12, 768, 12), "1.3b": (24, 2048, 16)}
 _PEAK = 989e12  # bf16 of an H100 or H200, without sparsity
 _WARM_UP = 4
+_CHARACTERS = 10_000_000  # more than there are
 
 
 @dataclass
@@ -84,12 +86,17 @@ def main() -> None:
             found["cases"][name] = _compare(_case(name), world, options)
             write(options.out, found)
         if options.curve_steps:
-            found["curves"] = {"bf16": [], "fp8": []}
+            found["curves"], found["held_out"] = {"bf16": [], "fp8": []}, {"bf16": [], "fp8": []}
             for seed in range(options.curve_seeds):
                 for name, runs in found["curves"].items():
-                    losses = _losses(options.curve_steps, world, seed=seed, **_VARIANTS[name])
+                    losses, held_out = _losses(options.curve_steps, world, seed=seed, **_VARIANTS[name])
                     runs.append(losses)
-                    print(f"{name}, seed {seed}: loss {_last(losses):.4f} over the last 50 steps", flush=True)
+                    found["held_out"][name].append(held_out)
+                    print(
+                        f"{name}, seed {seed}: loss {_last(losses):.4f} over the last 50 steps, {held_out:.4f} on text "
+                        "that was held out",
+                        flush=True,
+                    )
                     write(options.out, found)
             options.out.with_suffix(".svg").write_text(picture(found["curves"]))
     write(options.out, found)
@@ -188,14 +195,16 @@ def picture(curves: dict[str, list[list[float]]]) -> str:
     return page.render("Loss in bf16 and in float8")
 
 
-def _losses(steps: int, world: World, seed: int, **settings: Any) -> list[float]:
-    """Of each step of the example, with a model that is large enough for float8 to matter."""
-    context = {f"{part}.context": 256 for part in ("model", "train_data", "eval_data")}
-    task = load_task(Path("examples/gpt")).bind({"model.size": "25m", "optimizer.lr": 6e-4, **context})
+def _losses(steps: int, world: World, seed: int, **settings: Any) -> tuple[list[float], float]:
+    """Of each step of the example, with a model that is large enough for float8 to matter; and of text held out."""
+    sizes = {f"{part}.context": 256 for part in ("model", "train_data", "eval_data")}
+    sizes |= {f"{part}.characters": _CHARACTERS for part in ("train_data", "eval_data")}
+    task = load_task(Path("examples/gpt")).bind({"model.size": "25m", "optimizer.lr": 6e-4, **sizes})
     config = RunConfig(batch_size=64, steps=steps, clip=1.0, compile=True, eval_every="never", seed=seed, **settings)
     runtime = build_runtime(task, world, config, total_steps=steps)
     shares = [runtime.step(window).loss_share for window in runtime.place(make_batches(task, config, world))]
-    return [float(share) for share in shares]
+    held_out = runtime.evaluate(make_eval_batches(task, config, world))["loss"]
+    return [float(share) for share in shares], held_out
 
 
 if __name__ == "__main__":

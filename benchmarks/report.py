@@ -53,7 +53,7 @@ def machine_facts(device: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "load_average_before": round(os.getloadavg()[0], 2),
     }
-    for package in ("accelerate", "deepspeed", "lightning", "lightning-fabric", "transformers"):
+    for package in ("accelerate", "deepspeed", "lightning", "lightning-fabric", "ray", "torchtitan", "transformers"):
         try:
             facts[package] = version(package)
         except PackageNotFoundError:

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.cases import Case, find_cases
-from benchmarks.contenders import CONTENDERS, missing_package
+from benchmarks.contenders import CONTENDERS, can_take, missing_package
 from benchmarks.contenders.common import LOG_EVERY
 from benchmarks.measure import Plan, measure
 from rung.system.processes import num_cores
@@ -31,7 +31,7 @@ from rung.system.processes import num_cores
 _RESULTS = Path(__file__).parent / "results"
 _LIBRARIES = {
     "rung": "Rung", "accelerate": "Accelerate", "fabric": "Fabric", "trainer": "Hugging Face Trainer",
-    "lightning": "Lightning Trainer", "deepspeed": "DeepSpeed", "ray": "Ray Train",
+    "lightning": "Lightning Trainer", "deepspeed": "DeepSpeed", "ray": "Ray Train", "torchtitan": "torchtitan",
 }  # fmt: skip
 _JOBS = {
     "gpt124m": "GPT 124 M on an H200", "gpt124m-compile": "the same, compiled",
@@ -75,7 +75,8 @@ def main(arguments: list[str]) -> int:
     }
     for case in cases:
         threads = options.threads or case.threads or max(1, num_cores() // case.num_ranks)
-        plan = Plan(case, tuple(contenders), options.steps or case.steps, options.repeats, threads)
+        taking_part = tuple(name for name in contenders if can_take(name, case))
+        plan = Plan(case, taking_part, options.steps or case.steps, options.repeats, threads)
         content["cases"][case.name] = report.summarise(plan, measure(plan))
         report.write(out, content)  # after each case, so that an interruption costs one case alone
     console.print(report.table(content["cases"]))

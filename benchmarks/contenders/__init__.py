@@ -28,6 +28,7 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "deepspeed-tuned": ("deepspeed",),
     "ray": ("ray",),
+    "torchtitan": ("torchtitan",),
     "rung": ("rung",),
 }
 CONTENDERS = tuple(_PACKAGES)
@@ -37,6 +38,11 @@ def missing_package(name: str) -> str | None:
     """What would have to be installed for a contender to take part."""
     packages = _PACKAGES[name]
     return None if any(find_spec(package) is not None for package in packages) else " or ".join(packages)
+
+
+def can_take(name: str, case: Case) -> bool:
+    """torchtitan trains models of tokens on a GPU, and nothing else."""
+    return name != "torchtitan" or (case.device == "cuda" and case.task == "gpt")
 
 
 def build_contender(name: str, case: Case, world: World) -> Contender:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.cases import find_cases
-from benchmarks.contenders import CONTENDERS, missing_package
+from benchmarks.contenders import CONTENDERS, can_take, missing_package
 from benchmarks.contenders.common import LOG_EVERY, Stopwatch
 from benchmarks.contenders.loop_thread import LoopThread
 from benchmarks.measure import Plan, measure
@@ -70,6 +70,6 @@ def test_a_loop_stops_only_where_the_loss_is_read() -> None:
 def test_all_contenders_learn_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # `measure` sets it for its ranks
     case = next(case for case in find_cases("cpu", [False]) if case.name == name)
-    contenders = tuple(name for name in CONTENDERS if missing_package(name) is None)
+    contenders = tuple(name for name in CONTENDERS if missing_package(name) is None and can_take(name, case))
     losses = measure(Plan(case, contenders, steps=300, repeats=1, threads=1)).mean_loss
     assert losses == pytest.approx(dict.fromkeys(contenders, losses["hand"]), rel=0.05)
