@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from rung.spec.config import RunConfig
 from rung.spec.task import Task
 from tests.harness import RankFailed, on_ranks
 from tests.marks import slow
-from tests.parity import by_hand, largest_difference, with_rung
+from tests.parity import by_hand, largest_difference, shuffled, with_rung
 
 CONFIG = RunConfig(batch_size=10, steps=4, precision="fp64", device="cpu")
 
@@ -465,9 +465,36 @@ def test_a_loss_of_the_whole_batch_is_that_of_one_process(
     assert_same(contrastive_task, strategy, num_ranks, config, micro_batch * data_ranks if micro_batch else None)
 
 
+def keep(samples: list[Any]) -> list[Any]:
+    return [sample for sample in samples if sample[1] != 3]
+
+
+def dropping_task(**changes: Any) -> Task:
+    """As many write it: samples that are of no use are left out when a batch is made of them."""
+    whole = {"collate": lambda samples: default_collate(keep(samples)), "eval_collate": default_collate}
+    return make_task(lambda: nn.Linear(8, 4), **whole, **changes)
+
+
+def counting_task() -> Task:
+    return dropping_task(loss_weight=len)
+
+
+@pytest.mark.parametrize(("task", "strategy"), [(dropping_task, "single"), (counting_task, "ddp")])
+def test_samples_that_collate_leaves_out(task: Callable[[], Task], strategy: str) -> None:
+    kept = [keep(samples) for samples in shuffled(task(), CONFIG)]
+    assert any(len(samples) % 10 not in (0, 3) for samples in kept)
+    found = (
+        with_rung(task, strategy, CONFIG) if strategy == "single" else on_ranks(with_rung, 2, task, strategy, CONFIG)[0]
+    )
+    wanted = by_hand(task(), CONFIG, steps=kept)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-12)
+    assert largest_difference(found, wanted) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("task", "strategy", "reason"),
     [
+        (dropping_task, "ddp", r"a batch of \d rows from \d samples.*loss_weight\(target\) return how many"),
         (adversarial_task, "zero3", "other weights than its own"),
         (regularised_task, "zero3", "--shard-by whole"),
         (penalised_task, "zero3", "--shard-by whole"),

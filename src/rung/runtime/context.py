@@ -32,9 +32,11 @@ from rung.runtime.base import ModelFacts, Probe, ReplicaThreads, Traffic, Update
 from rung.runtime.batch_loss import BatchGather
 from rung.runtime.buffers import OwnBuffers
 from rung.runtime.forward import NoDropout, autocast, default_type
+from rung.runtime.measure import weighted
 from rung.runtime.optimizer import LocalScaler, Schedule, local_bytes
 from rung.runtime.phases import PhaseClock
 from rung.runtime.rank_state import RankLocalState
+from rung.runtime.samples import RowCheck
 from rung.runtime.step_log import StepLog
 from rung.runtime.turns import StepTurns
 from rung.runtime.unit_calls import UnitCalls
@@ -78,6 +80,7 @@ class RuntimeContext:
     unused: UnusedParameters = field(init=False)
     unit_calls: UnitCalls | None = field(init=False)  # compared in the first step
     batch_gather: BatchGather | None = field(init=False)  # of a loss over the whole micro-batch
+    check_rows: RowCheck = field(init=False)
     step_log: StepLog = field(init=False)
     turns: StepTurns = field(init=False)
 
@@ -102,6 +105,7 @@ class RuntimeContext:
         self.unused = UnusedParameters(
             self.model, self.trainable, world, config.unused_parameters, experts, self.parallel.parts
         )
+        self.check_rows = RowCheck(self.task)
         self.step_log = StepLog(self.task, world, is_compiled=config.compile, loads=loads, rows=rows)
         self.task = self.step_log.task
         self.turns = StepTurns(self.task, config, self.optimizer, self.optimizer_groups, self.trainable)
@@ -115,9 +119,13 @@ class RuntimeContext:
         self.status.phase(phase)
         self.clock.enter(phase)
 
-    def scaled(self, part: Tensor, averaging: float) -> Tensor:
-        """The loss for backward. `averaging` undoes the average over ranks that reducing gradients applies."""
-        scaled = part * averaging if averaging != 1.0 else part
+    def scaled(self, loss: Tensor, share: float | Tensor, averaging: float) -> Tensor:
+        """The loss for backward, from that of a micro-batch and its share of the global mean.
+
+        `averaging` undoes the average over ranks that reducing gradients applies. Ranks with equal parts of one batch
+        multiply by neither: the product is 1.
+        """
+        scaled = weighted(loss, share * averaging)
         return self.scaler.scale(scaled) if self.scaler is not None else scaled
 
     @contextlib.contextmanager

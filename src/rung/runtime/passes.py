@@ -33,6 +33,7 @@ class LossForward:
     def __call__(self, micro: MicroBatch, share: float | Tensor) -> Tensor:
         context = self._context
         context.enter("forward")
+        context.check_rows(micro, is_whole=not isinstance(share, Tensor) and share == 1.0)
         # A micro-batch without a counted unit may have a mean of 0/0, whose gradient must not reach the model.
         counted = share > 0 if isinstance(share, Tensor) else None
         try:
@@ -89,17 +90,17 @@ class MicroBatchLoop:
                 with self._sync(micro, number == last):
                     loss = self._forward(micro, share)
                     used |= unused.reachable(loss)
-                    part = weighted(loss, share)
-                    self._backward(part, averaging, reduces=self._is_ddp and number == last)
+                    scaled = context.scaled(loss, share, averaging)
+                    self._backward(scaled, reduces=self._is_ddp and number == last)
                 unused.check_last_micro_batch(before)
-            loss_share = part.detach() if loss_share is None else loss_share + part.detach()
+            part = weighted(loss.detach(), share)
+            loss_share = part if loss_share is None else loss_share + part
         assert loss_share is not None, "a window holds at least one micro-batch"
         return loss_share, used
 
-    def _backward(self, part: Tensor, averaging: float, *, reduces: bool) -> None:
+    def _backward(self, scaled: Tensor, *, reduces: bool) -> None:
         clock = self._context.clock
         self._context.enter("backward")
-        scaled = self._context.scaled(part, averaging)
         clock.follow_backward(scaled, reduces=reduces)
         try:
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -122,6 +123,7 @@ class MicroBatchLoop:
         context = self._context
         for micro in window.micro_batches:
             context.count(micro)
+            context.check_rows(micro, is_whole=context.world.layout.num_data_ranks == 1)
             found: Measured = {}
             for turn in context.turns.names:
                 with context.turns.take(turn), context.autocast():

@@ -68,9 +68,8 @@ class StagedModel:
 
         def run(micro: MicroBatch, share: float | Tensor) -> Tensor:
             loss = self._loss(micro, share)  # does not return on any stage but the last
-            part = weighted(loss, share)
-            losses.append(part.detach())
-            return self._context.scaled(part, averaging)
+            losses.append(weighted(loss.detach(), share))
+            return self._context.scaled(loss, share, averaging)
 
         pairs = zip(micro_batches, shares, strict=True)
         return self._chunks(micro_batches, [functools.partial(run, micro, share) for micro, share in pairs])
@@ -79,6 +78,7 @@ class StagedModel:
         context = self._context
 
         def run(micro: MicroBatch) -> Any:
+            context.check_rows(micro, is_whole=context.world.layout.num_data_ranks == 1)
             with context.autocast():
                 output, target = call_model(context.task, context.model, micro.data)
                 return measure(context.task, output, target, micro, context.world, context.batch_gather)
