@@ -37,12 +37,15 @@ class FigureColumns:
 
     def figures(self, rows: Sequence[Sequence[float]], steps: Sequence[Sums]) -> list[dict[str, float]]:
         """The figures of each step, from the columns of all ranks. Collective: `steps` are this rank's own."""
+        is_new = any(row[-1] for row in rows)
+        if not self._known and not is_new:
+            return [{} for _ in steps]
         found: list[list[Sums]] = [[] for _ in steps]
         for row in rows:
             pairs = zip(row[:-1:2], row[1::2], strict=True)
             for step in found:
                 step.append({key: next(pairs) for key in self._known})
-        if any(row[-1] for row in rows):
+        if is_new:
             known = set(self._known)
             numbered = [(index, *entry) for index, sums in enumerate(steps) for entry in sums.items()]
             new = [[index, *key, *pair] for index, key, pair in numbered if key not in known]
@@ -57,6 +60,8 @@ class FigureColumns:
 def fetch_sums(world: World, steps: Sequence[Iterable[LoggedValue]]) -> Callable[[], list[Sums]]:
     """Start to copy what this rank logged in these steps to the host. The returned call waits for it."""
     steps = [list(logged) for logged in steps]
+    if not any(steps):
+        return lambda: [{} for _ in steps]
     on_device = [n for logged in steps for one in logged for n in (one.value, one.weight) if isinstance(n, Tensor)]
     arrived = world.tensors.fetch(on_device)
 

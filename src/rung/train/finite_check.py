@@ -31,8 +31,10 @@ class FiniteCheck:
         """The position, marked as finite or not if the record is of its step."""
         # fp16 skips a step whose gradients overflow: its loss may not be finite although the weights are.
         is_fp16 = self._config.precision == "fp16"
-        figures = {"loss": record.loss, "gradient norm": None if is_fp16 else record.grad_norm}
-        bad = [f"{name} {value}" for name, value in figures.items() if value is not None and not math.isfinite(value)]
+        norm = None if is_fp16 else record.grad_norm
+        bad = [] if math.isfinite(record.loss) else [f"loss {record.loss}"]
+        if norm is not None and not math.isfinite(norm):
+            bad.append(f"gradient norm {norm}")
         if record.step == position.step:
             is_known = is_fp16 or record.grad_norm is not None
             position = replace(position, finite=False if bad else True if is_known else None)

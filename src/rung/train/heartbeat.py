@@ -73,6 +73,7 @@ class Heartbeat:
         self._rows: deque[list[list[float]]] = deque(maxlen=_WINDOW)  # by exchange and rank, as sent
         self._checked = self._shown = -_REPORT_SECONDS
         self._peers = Peers(world.layout, world.size, on_host=world.device.type == "cpu")
+        self._found: list[Straggler] | None = None  # since the last exchange
         self._slow: set[tuple[int, str]] = set()
         self._reported_at: dict[tuple[int, str], float] = {}
 
@@ -104,7 +105,9 @@ class Heartbeat:
 
     def slow(self) -> list[Straggler]:
         """The ranks that are slow now."""
-        return self._peers.compare(np.array([[_step_seconds(row) for row in rows] for rows in self._rows]))
+        if self._found is None:
+            self._found = self._peers.compare(np.array([[_step_seconds(row) for row in rows] for rows in self._rows]))
+        return self._found
 
     def slow_lines(self) -> list[str]:
         """On the main rank: a line for each rank that has become slow since the last call."""
@@ -157,6 +160,7 @@ class Heartbeat:
             self._agreed = self._agreed or self._status.stop_requested()
             if self._measured and time.perf_counter() >= self._started + _EXCHANGE_SECONDS:
                 self._rows.append([self._row()])
+                self._found = None
                 self._reset()
             return self._agreed
         self._calls += 1
@@ -187,6 +191,7 @@ class Heartbeat:
         self._every = max(1, min(_MAX_CALLS, int(_EXCHANGE_SECONDS / max(longest, 1e-9))))
         if all(row[_MEASURED] for row in rows):
             self._rows.append(rows)
+            self._found = None
 
 
 class _Exchange:

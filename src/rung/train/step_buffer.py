@@ -179,7 +179,7 @@ class StepBuffer:
         counts = sealed.experts()
         if self._world.device.type == "cpu":
             self.reports_at_once = len(rows) == 1 or not self._is_patient or rows[0][-2] >= _SHORT_STEP
-        records = []
+        records, memory = [], int(max(row[-1] for row in rows))
         for index, step in enumerate(sealed.steps):
             result = step.result
             self._samples += step.num_samples
@@ -188,7 +188,8 @@ class StepBuffer:
             if result.rows is not None:
                 own, counts = counts[: len(result.rows.counts)], counts[len(result.rows.counts) :]
                 experts = result.rows.named(own)
-            slowest = max(range(len(rows)), key=lambda rank: rows[rank][count + index])
+            waits = [row[count + index] for row in rows]
+            longest = max(waits)
             records.append(
                 StepRecord(
                     step=step.number,
@@ -199,9 +200,9 @@ class StepBuffer:
                     lr=result.learning_rate,
                     step_seconds=seconds,
                     samples_per_second=step.num_samples / seconds if seconds > 0 else math.nan,
-                    data_wait_seconds=rows[slowest][count + index],
-                    slowest_reader=slowest,
-                    peak_memory_bytes=int(max(row[-1] for row in rows)),
+                    data_wait_seconds=longest,
+                    slowest_reader=waits.index(longest),
+                    peak_memory_bytes=memory,
                     lrs=result.learning_rates or None,
                     compile_seconds=step.compile_seconds or None,
                     graph_breaks=step.graph_breaks,
