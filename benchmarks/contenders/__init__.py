@@ -41,8 +41,8 @@ def missing_package(name: str) -> str | None:
 
 
 def can_take(name: str, case: Case) -> bool:
-    """torchtitan trains models of tokens on a GPU, and nothing else."""
-    return name != "torchtitan" or (case.device == "cuda" and case.task == "gpt")
+    """torchtitan trains models of tokens on GPUs; here on one, since no data parallelism is registered with it."""
+    return name != "torchtitan" or (case.device == "cuda" and case.task == "gpt" and case.num_ranks == 1)
 
 
 def build_contender(name: str, case: Case, world: World) -> Contender:

@@ -83,6 +83,10 @@ def _compile_blocks(model: _Model, dims: object, config: JobConfig) -> nn.Module
 class _Loop(LoopThread):
     """torchtitan turns Python's garbage collection off for the process, and collects every 50 steps."""
 
+    def __init__(self, world: World) -> None:
+        super().__init__(world.device)
+        self.folder = tempfile.TemporaryDirectory()
+
     def run(self, num_steps: int, stopwatch: Stopwatch) -> float:
         gc.disable()
         try:
@@ -93,7 +97,7 @@ class _Loop(LoopThread):
 
 def build(case: Case, world: World, *, tuned: bool = False) -> Contender:
     logging.getLogger().setLevel(logging.WARNING)
-    task, loop = case.load_task(), _Loop(world.device)
+    task, loop = case.load_task(), _Loop(world)
     group = task.optimizer(task.model()).defaults
 
     class LossFromLog(MetricsProcessor):
@@ -118,7 +122,7 @@ def build(case: Case, world: World, *, tuned: bool = False) -> Contender:
         ),
     )
     config = JobConfig()
-    config.job.dump_folder = tempfile.mkdtemp()
+    config.job.dump_folder = loop.folder.name
     config.model.name, config.model.flavor = "benchmark", "case"
     config.metrics.log_freq = LOG_EVERY
     config.optimizer.lr, config.optimizer.weight_decay = group["lr"], group["weight_decay"]

@@ -494,7 +494,7 @@ def test_samples_that_collate_leaves_out(task: Callable[[], Task], strategy: str
 @pytest.mark.parametrize(
     ("task", "strategy", "reason"),
     [
-        (dropping_task, "ddp", r"a batch of \d rows from \d samples.*loss_weight\(target\) return how many"),
+        (dropping_task, "ddp", r"made \d rows of \d samples.*loss_weight\(target\) return how many"),
         (adversarial_task, "zero3", "other weights than its own"),
         (regularised_task, "zero3", "--shard-by whole"),
         (penalised_task, "zero3", "--shard-by whole"),

@@ -33,7 +33,8 @@ class LossForward:
     def __call__(self, micro: MicroBatch, share: float | Tensor) -> Tensor:
         context = self._context
         context.enter("forward")
-        context.check_rows(micro, is_whole=not isinstance(share, Tensor) and share == 1.0)
+        is_whole = context.batch_gather is None and not isinstance(share, Tensor) and share == 1.0
+        context.check_rows(micro, is_whole=is_whole)
         # A micro-batch without a counted unit may have a mean of 0/0, whose gradient must not reach the model.
         counted = share > 0 if isinstance(share, Tensor) else None
         try:
@@ -123,7 +124,7 @@ class MicroBatchLoop:
         context = self._context
         for micro in window.micro_batches:
             context.count(micro)
-            context.check_rows(micro, is_whole=context.world.layout.num_data_ranks == 1)
+            context.check_rows(micro, is_whole=context.world.layout.num_data_ranks == 1, trains=False)
             found: Measured = {}
             for turn in context.turns.names:
                 with context.turns.take(turn), context.autocast():

@@ -33,31 +33,42 @@ def check_same_samples(world: World, window: LocalBatch) -> None:
 
 
 class RowCheck:
-    """Finds batches that have fewer rows than samples, because the task's `collate` has left some out.
+    """Finds out if the task's `collate` leaves samples out or merges them, by what it makes of equally many.
 
-    The mean over such a part of a batch would count by samples that are not in it. A `collate` that makes fewer rows of
-    every batch, of pairs or by packing, is none of these.
+    The mean over such a part of a batch would count by samples that are not in it. A `collate` that makes pairs, or one
+    row of all samples, makes as many rows of equally many each time.
     """
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._is_due = (task.collate or task.eval_collate) is not None and task.loss_weight is None
-        self._had_all = False
+        self._collates = {True: task.collate, False: task.eval_collate or task.collate}
+        self._counts: dict[tuple[bool, int], int] = {}  # rows, by whether they are of training and how many samples
 
-    def __call__(self, micro: MicroBatch, *, is_whole: bool) -> None:
+    def __call__(self, micro: MicroBatch, *, is_whole: bool, trains: bool = True) -> None:
         """`is_whole`: the micro-batch is all that the loss is a mean over, so how much it counts does not matter."""
-        if not self._is_due or is_whole or micro.num_samples == 0:
+        if self._task.loss_weight is not None or self._collates[trains] is None or is_whole or micro.num_samples == 0:
             return
-        rows = {tensor.shape[0] for tensor in tensors_in(micro.data) if tensor.dim() > 0}
-        count, most = max(rows, default=0), micro.num_samples
-        self._had_all = self._had_all or count == most
-        if len(rows) != 1 or count >= most or (2 * count <= most and not self._had_all):
+        count, most = _num_rows(micro), micro.num_samples
+        if count is None or count > most:
+            return
+        before = self._counts.setdefault((trains, most), count)
+        if count == before:
             return
         advice = "leave them out of the data set"
         if self._task.loss_scope != "batch":
-            advice = f"let loss_weight(target) return how many it has kept, or {advice}"
+            advice = f"let loss_weight(target) return how many rows there are, or {advice}"
         raise DataError(
-            f"{self._task.name}: collate() made a batch of {count} rows from {most} samples. The loss of a rank or of a "
-            f"micro-batch counts by its samples, so those that collate leaves out would count as well. To be exact, "
-            f"{advice}; --skip-bad-samples leaves out those that cannot be read."
+            f"{self._task.name}: collate() made {count} rows of {most} samples, and {before} of {most} others: it "
+            "leaves samples out, or merges some. The loss of a rank or of a micro-batch counts by its samples, so the "
+            f"others would count as well. To be exact, {advice}; --skip-bad-samples leaves out those that cannot be "
+            "read."
         )
+
+
+def _num_rows(micro: MicroBatch) -> int | None:
+    """The size that all tensors begin with; None if that may be something else than rows."""
+    tensors = [tensor for tensor in tensors_in(micro.data) if tensor.dim() > 0]
+    if any(tensor.is_nested or micro.num_samples in tensor.shape[1:] for tensor in tensors):
+        return None  # time may come first, and then the samples
+    sizes = {tensor.shape[0] for tensor in tensors}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -78,7 +78,7 @@ class StagedModel:
         context = self._context
 
         def run(micro: MicroBatch) -> Any:
-            context.check_rows(micro, is_whole=context.world.layout.num_data_ranks == 1)
+            context.check_rows(micro, is_whole=context.world.layout.num_data_ranks == 1, trains=False)
             with context.autocast():
                 output, target = call_model(context.task, context.model, micro.data)
                 return measure(context.task, output, target, micro, context.world, context.batch_gather)
