@@ -199,7 +199,7 @@ def _half_precision() -> tuple[bool, float, float]:
             runtime.scaler._init_scale = 2.0**13
             if world.rank == 1:
                 scaled = runtime.context.scaled
-                runtime.context.scaled = lambda part, averaging: scaled(part * float("inf"), averaging)
+                runtime.context.scaled = lambda loss, *parts: scaled(loss * float("inf"), *parts)
 
         _, _, runtime = _train(text_task, config, world, overflow)
         untouched = all(not vector.any() for vector in runtime.rank_state.exchange.vectors().values())
