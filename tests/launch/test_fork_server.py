@@ -24,7 +24,8 @@ from rung.launch.signals import leaving_at_once
 with leaving_at_once(resumable=True):
     start_fork_server(["json"])
     print(forkserver._forkserver._forkserver_address, flush=True)
-    time.sleep(60)
+    while True:  # a signal that comes right before a sleep is only handled after it
+        time.sleep(0.05)
 """
 
 _CONVOLVING_TASK = """
