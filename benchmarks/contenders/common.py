@@ -38,7 +38,8 @@ class Contender(Protocol):
     """A job that was built once and goes on with each call."""
 
     def run(self, num_steps: int, stopwatch: Stopwatch) -> float:
-        """Take steps, marking every LOG_EVERY-th (counted from 1 in each call); the mean of the losses read then."""
+        """Take steps, marking at least the LOG_EVERY-th (counted from 1 in each call) and the last; the mean of every
+        LOG_EVERY-th loss."""
         ...
 
 

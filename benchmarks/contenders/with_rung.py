@@ -47,7 +47,7 @@ class WithRung:
         first, self._num_steps = self._num_steps, self._num_steps + num_steps
         config = replace(self._config, steps=self._num_steps, epochs=None)
         observer = _Marker(stopwatch, first)
-        part: Any = _Part(self._windows, num_steps, self._num_steps)
+        part: Any = _Part(self._windows, num_steps, self._num_steps, stopwatch)
         run(self._runtime, part, world=self._world, config=config, outputs=Outputs([observer]))
         return fmean(observer.losses)
 
@@ -57,23 +57,26 @@ class _Part:
 
     is_stream = False
 
-    def __init__(self, windows: Iterator[LocalBatch], num_steps: int, total_steps: int) -> None:
+    def __init__(self, windows: Iterator[LocalBatch], num_steps: int, total_steps: int, stopwatch: Stopwatch) -> None:
         self._windows, self._num_steps, self.total_steps = windows, num_steps, total_steps
+        self._stopwatch = stopwatch
 
     def __iter__(self) -> Iterator[LocalBatch]:
-        return itertools.islice(self._windows, self._num_steps)
+        yield from itertools.islice(self._windows, LOG_EVERY)
+        # Figures of quick steps are read less often than the others read their losses.
+        self._stopwatch.mark(LOG_EVERY)
+        yield from itertools.islice(self._windows, self._num_steps - LOG_EVERY)
 
 
 class _Marker:
-    """Told of the steps when their figures have been read from the device; the others mark at the same moment."""
+    """Told of the steps when their figures have been read from the device: the end of the last of them."""
 
     def __init__(self, stopwatch: Stopwatch, first_step: int) -> None:
         self._stopwatch, self._first_step = stopwatch, first_step
         self.losses: list[float] = []
 
     def on_steps(self, records: list[StepRecord]) -> None:
-        self.losses.append(records[-1].loss)
-        # Told when the last step's figures have arrived: that is its end. On a GPU the next step is under way already.
+        self.losses += [one.loss for one in records if (one.step - self._first_step) % LOG_EVERY == 0]
         self._stopwatch.mark(records[-1].step - self._first_step, wait=False)
 
     def on_start(self, facts: dict[str, Any], step: int) -> None: ...

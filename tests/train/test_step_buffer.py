@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -76,3 +77,25 @@ def test_code_that_is_compiled_too_often_is_told() -> None:
         *before, last = (_step_row(one) for one in buffer.records(buffer.seal()))
     assert not any("graph_breaks" in row for row in before)
     assert last["graph_breaks"] == ["Dynamo recompile limit exceeded"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_patient", "enough"), [(0.002, True, 50), (0.00001, True, 100), (0.2, True, 1), (0.002, False, 1)]
+)
+def test_quick_steps_are_read_less_often(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, is_patient: bool, enough: int
+) -> None:
+    now = itertools.count()
+    monkeypatch.setattr(step_buffer._StepClock, "mark", lambda clock: next(now) * seconds)
+    with open_world(parse("single", 1), device="cpu") as world:
+        buffer = StepBuffer(world, is_patient=is_patient)
+        steps, reads = itertools.count(1), []
+        for _ in range(3):
+            waiting = 0
+            while not waiting or not buffer.is_worth_reading:
+                window = LocalBatch(next(steps), 0, [], ends_epoch=False)
+                buffer.add(window, LocalStep(torch.tensor(1.0), None, learning_rate=0.1))
+                waiting += 1
+            reads.append([record.step for record in buffer.records(buffer.seal())])
+    assert [len(read) for read in reads] == [1, enough, enough]
+    assert [step for read in reads for step in read] == list(range(1, next(steps)))

@@ -219,7 +219,9 @@ class RunConfig:
     gather: str = _setting(
         "auto", "type of gathered parameters: auto (on GPUs that of the computation) or fp32", str, ("auto", "fp32")
     )
-    log_every: int = _setting(10, "steps between two reads of metrics from the device", int)
+    log_every: int = _setting(
+        10, "steps between two reads of metrics from the device; unless 1, quick steps are read every 0.1 s", int
+    )
     eval_every: str = _setting("epoch", "epoch, never, or a number of steps; always at the end unless never", str)
     ema_every: int = _setting(1, "--ema: steps between two updates of the average", int)
     eval_weights: str = _setting(

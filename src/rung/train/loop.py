@@ -172,7 +172,7 @@ class _Loop:
         """Train on one window. Returns whether its figures are to be logged."""
         step, config = window.step, self._config
         self._status.step(step)
-        # The first step is shown at once; after that, figures are read every so many steps.
+        # The first step is shown at once; after that, figures are read at such steps, if they are not too quick.
         logs = step == self._start.step + 1 or is_last or step % config.log_every == 0
         if self._checkpointing is not None:
             self._checkpointing.before_step()
@@ -191,7 +191,7 @@ class _Loop:
         self._report_steps()  # of the step before, while the device works on this one
         saves = self._checkpointing is not None and self._checkpointing.is_due(self._position)  # or it is the best
         evaluates = self._position.evaluation_due
-        if logs or evaluates or saves:
+        if (logs and self._buffer.is_worth_reading) or evaluates or saves:
             self._status.phase("logging")
             self._pending = self._buffer.seal()
             if evaluates or saves or self._buffer.reports_at_once:

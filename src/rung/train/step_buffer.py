@@ -28,6 +28,8 @@ from rung.train.lost_figures import OwnFigures
 from rung.train.records import StepRecord
 
 _SHORT_STEP = 0.02  # seconds
+_READ_SECONDS = 0.1  # between two reads, if steps are quicker: each costs about half a millisecond
+_MAX_STEPS = 100  # between two reads: bounds the delay if steps suddenly become slow
 
 
 class _Step(NamedTuple):
@@ -64,7 +66,7 @@ class StepBuffer:
     """
 
     def __init__(self, world: World, samples: int = 0, *, is_patient: bool = True, compiles: bool = False) -> None:
-        """If not patient, steps on the CPU are reported at once, however short they are."""
+        """If not patient, every step that is logged is read, and on the CPU at once, however short it is."""
         self._world, self._is_patient, self._compiles = world, is_patient, compiles
         self._clock = _StepClock(world)
         self._pending: list[_Step] = []
@@ -74,7 +76,14 @@ class StepBuffer:
         self._samples = samples
         self._breaks: set[str] = set()  # that have been told
         self.skip()
-        self.reports_at_once = world.device.type == "cpu"  # the same on all ranks
+        # The same on all ranks.
+        self._wanted = 1  # so many steps are worth a read
+        self.reports_at_once = world.device.type == "cpu"
+
+    @property
+    def is_worth_reading(self) -> bool:
+        """Whether enough steps wait here. The same on all ranks."""
+        return len(self._pending) >= self._wanted
 
     def add(self, window: LocalBatch, result: LocalStep) -> None:
         start, compiled = self._last_mark, self._compiled
@@ -177,8 +186,11 @@ class StepBuffer:
         norms = iter(rows[0][stop:-2])
         figures = self._columns.figures([row[start:stop] for row in rows], sealed.logged())
         counts = sealed.experts()
+        mean = rows[0][-2]
+        if self._is_patient:
+            self._wanted = min(_MAX_STEPS, math.ceil(_READ_SECONDS / max(mean, 1e-9)))
         if self._world.device.type == "cpu":
-            self.reports_at_once = len(rows) == 1 or not self._is_patient or rows[0][-2] >= _SHORT_STEP
+            self.reports_at_once = len(rows) == 1 or not self._is_patient or mean >= _SHORT_STEP
         records, memory = [], int(max(row[-1] for row in rows))
         for index, step in enumerate(sealed.steps):
             result = step.result
