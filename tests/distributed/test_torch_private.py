@@ -46,7 +46,7 @@ ALLOWED = {
         "_BatchNorm _C _DropoutNd _assert_async _autograd _backward_hooks _buffers _cdata _compiled_call_impl "
         "_current_graph_task_id "
         "_dump_snapshot _dynamo _execution_engine _flatten _foreach_add_ _foreach_copy_ "
-        "_foreach_div_ _foreach_mul_ _forward_hooks _forward_pre_hooks _functional_collectives "
+        "_foreach_div_ _foreach_mul_ _foreach_norm _forward_hooks _forward_pre_hooks _functional_collectives "
         "_get_current_dispatch_mode _indices _inductor _local_tensor _make_wrapper_subclass _micro_pipeline_tp "
         "_optimizer_step_post_hooks "
         "_optimizer_step_pre_hooks _post_accumulate_grad_hooks _python_dispatch _pytree _record_memory_history "

@@ -164,13 +164,14 @@ class _Rows:
 
     def _read(self, samples: list[int]) -> list[torch.Tensor] | None:
         tensors, places = self._dataset.tensors, samples
+        if not all(type(tensor) is torch.Tensor and tensor.layout == torch.strided for tensor in tensors):
+            return None
         for subset in self._subsets:
             places = [subset.indices[place] for place in places]
-        is_plain = all(type(tensor) is torch.Tensor and tensor.layout == torch.strided for tensor in tensors)
-        if not is_plain or not all(type(place) is int or isinstance(place, np.integer) for place in places):
+        if self._subsets and not all(type(place) is int or isinstance(place, np.integer) for place in places):
             return None
         index = torch.from_numpy(np.array(places, dtype=np.int64))
-        return [tensor[index].contiguous() for tensor in tensors]
+        return [torch.index_select(tensor, 0, index) for tensor in tensors]
 
 
 class SampleReader:

@@ -44,6 +44,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_div_",
     "foreach_mul_",
+    "foreach_norm",
     "functional_collectives",
     "tree_any",
     "tree_flatten",
@@ -58,7 +59,7 @@ Dropout = nn.modules.dropout._DropoutNd
 
 # One kernel launch for a list of tensors, where public operations need one for each.
 foreach_add_, foreach_copy_ = torch._foreach_add_, torch._foreach_copy_
-foreach_div_, foreach_mul_ = torch._foreach_div_, torch._foreach_mul_
+foreach_div_, foreach_mul_, foreach_norm = torch._foreach_div_, torch._foreach_mul_, torch._foreach_norm
 
 # Checks a condition on the device. `assert` and `torch.Tensor.item` would synchronize with it.
 assert_async = torch._assert_async

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
-from rung.distributed.torch_private import foreach_mul_
+from rung.distributed.torch_private import foreach_mul_, foreach_norm
 from rung.parallel.gather import whole_tensor
 from rung.parallel.materialize import is_absent
 
@@ -54,14 +53,16 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def _norm_of(tensors: list[Tensor]) -> Tensor:
-    """As `get_total_norm`, which uses one core on a CPU: a third of a step with offloaded gradients. A dot product uses
-    all of them."""
+    """As torch's `get_total_norm`, bit by bit. That uses one core on a CPU, which took a third of a step with offloaded
+    gradients; a dot product of large ones uses all of them."""
     large = [one for one in tensors if _has_quick_dot(one)] if torch.get_num_threads() > 1 else []
     if not large:
-        return get_total_norm(tensors)
+        norms = [norm for some in _by_kind(tensors) for norm in foreach_norm(some)]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(tensors[0].device) for norm in norms]))
+        return whole
     squares = [torch.dot(one.view(-1), one.view(-1)) for one in large]
     if rest := [one for one in tensors if not _has_quick_dot(one)]:
-        squares.append(get_total_norm(rest).square())
+        squares.append(_norm_of(rest).square())
     return functools.reduce(torch.add, squares).sqrt()
 
 
@@ -110,11 +111,16 @@ def _squared_norms(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tenso
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale all gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    by_dtype: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in map(_local, _gradients(parameters)):
-        by_dtype.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), grads in by_dtype.items():
-        foreach_mul_(grads, factor.to(device))
+    for grads in _by_kind(map(_local, _gradients(parameters))):
+        foreach_mul_(grads, factor.to(grads[0].device))
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Lists of one device and one type each, which torch's kernels for lists want."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return found.values()
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -128,14 +127,13 @@ class RuntimeContext:
         scaled = weighted(loss, share * averaging)
         return self.scaler.scale(scaled) if self.scaler is not None else scaled
 
-    @contextlib.contextmanager
-    def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
+    def micro_batch(self, micro: MicroBatch) -> AbstractContextManager[None]:
         """Wraps the computation of one micro-batch: a stand-in leaves buffers and statistics unchanged."""
         self.count(micro)
+        if micro.num_samples:
+            return nullcontext()
         # If no rank has a sample, statistics over all ranks stay as they are, too.
-        buffers = self.own_buffers if micro.num_global_samples else self._buffers
-        with buffers.kept() if micro.num_samples == 0 else nullcontext():
-            yield
+        return (self.own_buffers if micro.num_global_samples else self._buffers).kept()
 
     def count(self, micro: MicroBatch) -> None:
         """Let statistics over all ranks leave out a stand-in sample."""

@@ -7,7 +7,7 @@ meanwhile: their gradients are neither computed nor sent, and the graph ends whe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +61,13 @@ class StepTurns:
     def is_last(self) -> bool:
         return self.current == self.names[-1]
 
-    @contextmanager
-    def take(self, name: str | None) -> Iterator[None]:
+    def take(self, name: str | None) -> AbstractContextManager[None]:
         """While open, it is the turn of the loss `name`."""
-        if self._turns is None:
-            yield
-            return
+        return self._taken(name) if self._turns is not None else nullcontext()
+
+    @contextmanager
+    def _taken(self, name: str | None) -> Iterator[None]:
+        assert self._turns is not None
         assert isinstance(self._optimizer, CombinedOptimizer)
         others = [parameter for own, parameter in self._trainable if own not in self._own[name]]
         for parameter in others:
