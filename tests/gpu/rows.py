@@ -16,10 +16,14 @@ from safetensors.torch import load_file
 from rung.checkpoint import Position, StorageTopology
 from rung.data.pytree import tensors_in
 from rung.distributed.world import open_fake_world, open_world
+from rung.hardware.cluster import parse_cluster
+from rung.planner.at_hand import measure_rank
+from rung.planner.estimate import Estimator
+from rung.planner.truncated_model import count_blocks
 from rung.runtime import build_runtime
 from rung.spec.config import RunConfig
 from rung.spec.strategy import parse
-from rung.spec.task import load_task
+from rung.spec.task import Task, load_task
 from rung.system.launcher_env import environment_size
 from rung.train.checkpointing import Checkpointing
 from rung.train.worker import make_batches
@@ -138,6 +142,27 @@ def memory_of_one_rank(strategy: str, size: int, precision: str = "bf16") -> str
         assert 0 < found["parameters"] < found["peak"] < 100 * 2**30, found
         figures.append(f"{found['peak'] / 2**20:.0f}")
     return f"peak MiB {' '.join(figures)}"
+
+
+def _large_vocabulary(precision: str) -> tuple[Task, RunConfig]:
+    arguments = {"model.layers": 4, "model.width": 512, "model.heads": 8, "model.context": 256}
+    words = {"model.vocabulary": 32000, "train_data.context": 256, "train_data.vocabulary": 32000}
+    task = load_task(EXAMPLES.parent / "benchmarks/tasks/gpt.py").bind({**arguments, **words})
+    return task, RunConfig(batch_size=16, steps=3, precision=precision, device="cuda")
+
+
+def _measured_peak(precision: str) -> int:
+    task, config = _large_vocabulary(precision)
+    return measure_rank(task, parse("single", 1), config).allocated
+
+
+def plan_is_near(precision: str) -> str:
+    """What `rung plan` says of a model whose loss is computed in chunks, against the allocator."""
+    task, config = _large_vocabulary(precision)
+    said = Estimator(task, config, parse_cluster("1xH200"), count_blocks(task)).estimate(parse("single", 1), "none", 16)
+    (found,) = on_ranks(_measured_peak, 1, precision, timeout=300)
+    assert abs(said.memory.allocated / found - 1) < 0.03, (said.memory.allocated, found)
+    return f"{found / 2**20:.0f} MiB, said {said.memory.allocated / 2**20:.0f}"
 
 
 def resumes_exactly(strategy: str, num_ranks: int, precision: str = "fp32", **changes: Any) -> str:
@@ -370,6 +395,8 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
         add(f"batches of {workers} workers are pinned", batches_are_pinned, workers)
     for strategy in ("single", "ddp", "zero1", "zero3"):
         add(f"{strategy} bf16", half_is_near, strategy, "bf16")
+    for precision in ("fp32", "bf16"):
+        add(f"plan of a loss in chunks, {precision}", plan_is_near, precision)
         add(f"{strategy} fp16", half_is_near, strategy, "fp16")
         add(f"{strategy} bf16 no synchronisation", does_not_synchronise, strategy, "bf16")
         add(f"{strategy} fp32 no synchronisation", does_not_synchronise, strategy, "fp32")

@@ -180,6 +180,37 @@ def test_what_is_added_up_from_few_blocks_agrees_with_the_whole(strategy: str, r
     assert short.time.seconds == pytest.approx(whole.time.seconds, rel=0.03)
 
 
+class EncoderDecoder(nn.Module):
+    """Two lists of blocks, of which the decoder's is a little larger."""
+
+    def __init__(self, layers: int = 8, width: int = 32) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"nhead": 2, "dim_feedforward": 2 * width, "dropout": 0.0, "batch_first": True}
+        self.tokens, self.head = nn.Embedding(23, width), nn.Linear(width, 23)
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, **sizes) for _ in range(layers))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, **sizes) for _ in range(layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        read = written = self.tokens(tokens)
+        for block in self.encoder:
+            read = block(read)
+        for block in self.decoder:
+            written = block(written, read)
+        out: torch.Tensor = self.head(written)
+        return out
+
+
+def test_with_fewer_blocks_the_same_list_is_recomputed() -> None:
+    """Cut short, the decoder is the smaller list: the encoder must not take its place."""
+    task, cluster = text_task(model=EncoderDecoder), parse_cluster("1xH100")
+    config = RunConfig(batch_size=64, device="cpu", activation_checkpointing="full")
+    assert count_blocks(task) == 8
+    short, whole = (
+        Estimator(task, config, cluster, blocks).estimate(parse("single", 1), "full", 64).memory for blocks in (8, 0)
+    )
+    assert short.allocated == whole.allocated
+
+
 def test_blocks_that_differ_are_left_alone() -> None:
     class Uneven(nn.Module):
         def __init__(self) -> None:

@@ -172,6 +172,8 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             drawn = super().__torch_dispatch__(func, types, args, kwargs or {})
             cast(Any, drawn).constant = torch.full((), 0.5).expand(args[0]).clone()
             return drawn
+        if func is torch.ops.aten.addmm.dtype_out:
+            return (kwargs or {})["out"]  # torch 2.11 decomposes it and takes the type for the factor `beta`
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             with self:
                 return _grouped_product(*args, **(kwargs or {}))

@@ -60,23 +60,24 @@ def _without_storage(task: Task) -> nn.Module | None:
 
 
 def shortened(task: Task, num_blocks: int) -> Task:
-    """The task with `num_blocks` blocks in its model. The model is built once and copied after that."""
+    """The task with `num_blocks` blocks in its model, which is built once and copied after that.
+
+    The task names the list that was cut: another one, as that of the encoder beside a decoder, may now be the largest.
+    """
     make: Callable[..., Any] = task.model
-    skeleton: list[nn.Module] = []
+    with fake_world.outside_fakes(), torch.device("meta"), NoDraws():
+        skeleton: nn.Module = make()
+    parent = find_list_of_blocks(skeleton, task.blocks)[0][0].rpartition(".")[0]
+    container: Any = skeleton.get_submodule(parent)
+    del container[num_blocks:]
 
     def model() -> nn.Module:
-        if not skeleton:
-            with fake_world.outside_fakes(), torch.device("meta"), NoDraws():
-                skeleton.append(make())
-            blocks = find_list_of_blocks(skeleton[0], task.blocks)
-            container: Any = skeleton[0].get_submodule(blocks[0][0].rpartition(".")[0])
-            del container[num_blocks:]
         with fake_world.outside_fakes():
-            copied = copy.deepcopy(skeleton[0])
+            copied = copy.deepcopy(skeleton)
         _give_storage(copied)
         return copied
 
-    return replace(task, model=model)
+    return replace(task, model=model, blocks=f"{parent}.*" if parent else "*")
 
 
 def _give_storage(model: nn.Module) -> None:
