@@ -10,7 +10,9 @@ import gc
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,11 @@ class Measured:
 
     seconds_per_step: dict[str, list[float]]
     mean_loss: dict[str, float]
+    stolen: list[float]  # in each repetition: the part of the cores' time that a hypervisor gave to others
 
 
-def measure(plan: Plan) -> Measured:
-    """Start the ranks of a case, wait for them, and put their times together."""
+def measure(plan: Plan, build: Callable[[str, Case, World], Contender] = build_contender) -> Measured:
+    """Start the ranks of a case, wait for them, and put their times together. `build` makes a contender by its name."""
     case = plan.case
     # Inherited by the ranks. A peer that finds it unset chooses a number itself, for the whole process.
     os.environ["OMP_NUM_THREADS"] = str(plan.threads)
@@ -64,7 +67,7 @@ def measure(plan: Plan) -> Measured:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if case.is_distributed else None
     with tempfile.TemporaryDirectory() as folder:
         port = store.port if store is not None else None
-        arguments = (plan, port, folder)
+        arguments = (plan, build, port, folder)
         torch.multiprocessing.start_processes(_rank_main, arguments, case.num_ranks, start_method="spawn")
         found = [json.loads(_result_file(folder, rank).read_text()) for rank in range(case.num_ranks)]
     # A step has ended when it has on all ranks.
@@ -72,38 +75,50 @@ def measure(plan: Plan) -> Measured:
         name: [max(times) for times in zip(*(result["seconds_per_step"][name] for result in found), strict=True)]
         for name in plan.contenders
     }
-    return Measured(seconds, found[0]["mean_loss"])
+    return Measured(seconds, found[0]["mean_loss"], found[0]["stolen"])
 
 
-def _rank_main(rank: int, plan: Plan, port: int | None, folder: str) -> None:
+def _rank_main(
+    rank: int, plan: Plan, build: Callable[[str, Case, World], Contender], port: int | None, folder: str
+) -> None:
     die_with_parent()
     _describe_job(rank, plan.case, port)
     torch.set_num_threads(plan.threads)
     layout = parse(plan.case.strategy, plan.case.num_ranks)
     with open_world(layout, device=plan.case.device) as world:
-        result = _measure_on_rank(plan, world)
+        result = _measure_on_rank(plan, partial(build, case=plan.case, world=world), world)
     _result_file(folder, rank).write_text(json.dumps(result))
 
 
-def _measure_on_rank(plan: Plan, world: World) -> dict[str, Any]:
+def _measure_on_rank(plan: Plan, build: Callable[[str], Contender], world: World) -> dict[str, Any]:
     contenders: dict[str, Contender] = {}
     for name in plan.contenders:
         _say(world, f"{plan.case.name}: building {name}")
-        contenders[name] = build_contender(name, plan.case, world)
+        contenders[name] = build(name)
         # The first steps compile, and allocate the optimizer's state.
         contenders[name].run(LOG_EVERY, Stopwatch(world.device))
     torch.set_num_threads(plan.threads)  # building a contender may have changed it
     seconds: dict[str, list[float]] = {name: [] for name in plan.contenders}
     losses: dict[str, float] = {}
+    stolen = []
     for repetition in range(plan.repeats):
         _say(world, f"{plan.case.name}: repetition {repetition + 1} of {plan.repeats}")
+        before = _processor_time()
         for name in plan.order(repetition):
             gc.collect()  # what one contender left behind is not collected in the time of the next
             world.barrier()
             stopwatch = Stopwatch(world.device)
             losses[name] = contenders[name].run(_LEAD_IN + plan.steps, stopwatch)
             seconds[name].append(stopwatch.seconds_per_step(_LEAD_IN, _LEAD_IN + plan.steps))
-    return {"seconds_per_step": seconds, "mean_loss": losses}
+        spent = [after - earlier for after, earlier in zip(_processor_time(), before, strict=True)]
+        stolen.append(spent[0] / max(spent[1], 1))
+    return {"seconds_per_step": seconds, "mean_loss": losses, "stolen": stolen}
+
+
+def _processor_time() -> tuple[int, int]:
+    """Ticks of all cores that a hypervisor gave to others, and all ticks."""
+    _, *ticks = map(int, Path("/proc/stat").read_text().partition("\n")[0].replace("cpu", "0").split())
+    return ticks[7], sum(ticks[:8])
 
 
 def _describe_job(rank: int, case: Case, port: int | None) -> None:

@@ -29,19 +29,19 @@ def summarise(plan: Plan, measured: Measured) -> dict[str, Any]:
     yardstick = measured.seconds_per_step.get(YARDSTICK)
     for name, seconds in measured.seconds_per_step.items():
         row: dict[str, Any] = {
-            "seconds_per_step": _spread(seconds),
+            "seconds_per_step": spread(seconds),
             "blocks_seconds_per_step": seconds,
             "mean_loss": measured.mean_loss[name],
         }
         if yardstick is not None:
-            row["ratio_to_hand"] = _spread([own / other for own, other in zip(seconds, yardstick, strict=True)])
+            row["ratio_to_hand"] = spread([own / other for own, other in zip(seconds, yardstick, strict=True)])
         rows[name] = row
     settings = plan.case.settings() | {
         "steps": plan.steps,
         "repeats": plan.repeats,
         "threads_per_rank": plan.threads,
     }
-    return {"settings": settings, "contenders": rows}
+    return {"settings": settings, "stolen": measured.stolen, "contenders": rows}
 
 
 def machine_facts(device: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def fill_marks(page: Path, told: Mapping[str, str]) -> None:
     page.write_text(text)
 
 
-def _spread(values: list[float]) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 

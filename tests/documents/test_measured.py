@@ -14,7 +14,7 @@ from tests.documents.pages import ROOT
 
 _PAGES = {
     "faults": "elastic.md", "endurance": "elastic.md", "load": "launching.md", "models": "models.md",
-    "compiled": "speed.md", "forms": "strategies.md", "launch": "speed.md",
+    "compiled-cpu": "speed.md", "compiled-cuda": "speed.md", "forms": "strategies.md", "launch": "speed.md",
     "speed-cpu": "speed.md", "speed-cuda": "speed.md",
 }  # fmt: skip
 
