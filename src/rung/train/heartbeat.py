@@ -27,7 +27,7 @@ from rung.spec.strategy import Layout
 
 PHASES = ("data", "forward", "backward", "update")
 _EXCHANGE_SECONDS = 0.25  # target time between exchanges, if steps are quicker
-_MAX_CALLS = 32  # between exchanges: bounds the delay if steps suddenly become slow
+_MAX_CALLS = 64  # between exchanges: bounds the delay if steps suddenly become slow
 _SYNC_SECONDS = 0.5  # between calls: from here on, wait for the result in the same call
 # The row a rank sends: stop requested, seconds per call, steps, steps measured by phase, seconds and samples of all
 # steps, memory, and last the sums of seconds per phase.
