@@ -136,11 +136,23 @@ def test_a_layer_whose_result_is_changed_in_place_does_not_hide_the_other() -> N
     assert heads(text_task(model=InPlace))[0] == ["head"]
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp", 2), ("zero3", 2)])
-def test_a_compiled_model_is_compiled_by_blocks(strategy: str, num_ranks: int) -> None:
-    found, (note,) = heads(text_task(model=Untied), strategy, num_ranks, compile=True)
+def test_a_sharded_model_is_compiled_by_blocks_and_so_takes_chunks() -> None:
+    found, (note,) = heads(text_task(model=Untied), "zero3", 2, compile=True)
     assert found == ["head"]
     assert "not kept, and the model is compiled block by block" in note
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp", 2)])
+def test_a_compiled_model_stays_whole_unless_its_logits_are_large(strategy: str, num_ranks: int) -> None:
+    task = text_task(model=Untied)
+    enough = -(-(2**31) // (4 * 6 * LARGE)) * num_ranks  # samples of six rows: 2 GiB on each rank
+    assert heads(task, strategy, num_ranks, compile=True) == ([], [])
+    assert heads(task, strategy, num_ranks, compile=True, batch_size=enough - num_ranks) == ([], [])
+    assert heads(task, strategy, num_ranks, compile=True, batch_size=enough, micro_batch=8) == ([], [])
+    for settings in ({"batch_size": enough}, {"chunked_loss": "7"}):
+        found, (note,) = heads(task, strategy, num_ranks, compile=True, **settings)
+        assert found == ["head"]
+        assert "not kept, and the model is compiled block by block" in note
 
 
 def test_a_loss_of_the_whole_batch_needs_the_logits() -> None:

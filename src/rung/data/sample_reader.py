@@ -24,7 +24,7 @@ from rung.data.permutation import mix
 from rung.data.rng import GeneratorMarks, keeping_generators, restore_generators, save_generators, seed_generators
 from rung.errors import DataError
 
-_EXAMPLES = 2
+NUM_EXAMPLES = 2  # samples of an example batch, if the data set has so many
 
 
 def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None, *, num_skipped: int = 0) -> Any:
@@ -36,8 +36,8 @@ def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None, *, n
             found = iter(CountedSamples(iter(dataset), num_skipped, "of the data set"))
         else:
             found = (_read_one(dataset, index, index, num_skipped) for index in range(len(dataset)))
-        first = itertools.islice(found, _EXAMPLES + num_skipped)
-        samples = list(itertools.islice((one for one in first if not isinstance(one, BadSample)), _EXAMPLES))
+        first = itertools.islice(found, NUM_EXAMPLES + num_skipped)
+        samples = list(itertools.islice((one for one in first if not isinstance(one, BadSample)), NUM_EXAMPLES))
         if not samples:
             raise DataError(f"the data set {type(dataset).__name__} is empty.")
         return (collate or default_collate)(samples)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from rung.data.pytree import map_tensors
+from rung.data.sample_reader import NUM_EXAMPLES
 from rung.distributed import fake_world
 from rung.distributed.world import World
 from rung.errors import StrategyError
@@ -21,13 +22,16 @@ from rung.parallel.materialize import Weights
 from rung.parallel.model_copy import meta_copy
 from rung.parallel.pipeline.partition import lies_in
 from rung.parallel.softmax_kernel import why_no_kernel
-from rung.spec.abilities import why_not
+from rung.spec.abilities import compiles_blocks, why_not
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import Task, split_batch
 from rung.spec.turns import turns_of
 
 _LEAST_CLASSES = 4096  # an output layer with fewer has small logits
+# Of a micro-batch's logits, as if in fp32, for chunks where the model would else be compiled as a whole. With smaller
+# ones a step took up to half as long again in blocks (models of transformers, H200), for a sixth less memory.
+_LEAST_COMPILED_BYTES = 2**31
 
 
 def large_heads(model: nn.Module, layout: Layout, config: RunConfig, task: Task) -> list[str]:
@@ -68,9 +72,14 @@ def heads_to_chunk(
     names = large_heads(weights.model, world.layout, config, task)
     if not names:
         return []
-    found = _probe(names, weights, world, task, run, example)
-    if found is None:  # perhaps for another layer, whose result is changed in place
-        found = [name for name in names if _probe([name], weights, world, task, run, example)]
+    sizes = _probe(names, weights, world, task, run, example)
+    if sizes is None:  # perhaps for another layer, whose result is changed in place
+        alone = [_probe([name], weights, world, task, run, example) or {} for name in names]
+        sizes = {name: size for one in alone for name, size in one.items()}
+    found = list(sizes)
+    if config.chunked_loss == "auto" and config.compile and not compiles_blocks(world.layout):
+        samples = config.micro_batch or -(-config.batch_size // world.layout.num_data_ranks)
+        found = [name for name in found if 4 * sizes[name] * samples / NUM_EXAMPLES >= _LEAST_COMPILED_BYTES]
     if not found and config.chunked_loss != "auto":
         raise StrategyError(
             f"chunked_loss={config.chunked_loss}: no linear layer's output goes into cross_entropy and nowhere else, "
@@ -81,8 +90,9 @@ def heads_to_chunk(
 
 def _probe(
     names: list[str], weights: Weights, world: World, task: Task, run: Callable[[nn.Module, Any], Any], example: Any
-) -> list[str] | None:
-    """Those of the layers whose output goes into a cross entropy alone; None if the run fails."""
+) -> dict[str, int] | None:
+    """Those of the layers whose output goes into a cross entropy alone, and how many logits the example has of each;
+    None if the run fails."""
     assert weights.model is not None
     probe = meta_copy(weights.model)
     calls: dict[str, list[HeadCall]] = {name: [] for name in names}
@@ -108,7 +118,11 @@ def _probe(
         trace_forward(both, take_loss, lambda *_: False, device=world.device, mode=mode, may_decide=lambda *_: True)
     except Exception:
         return None  # the loss changes logits, or cannot be run without values: what it does cannot be told
-    return [name for name, made in calls.items() if made and all(c.is_chunked and not c.is_whole for c in made)]
+    return {
+        name: sum(len(call.x) * call.num_classes for call in made)
+        for name, made in calls.items()
+        if made and all(call.is_chunked and not call.is_whole for call in made)
+    }
 
 
 class _Loss(nn.Module):
