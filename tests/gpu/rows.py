@@ -386,6 +386,8 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
     add("ddp gpt compiled", matches_cpu, "ddp", "gpt", 1, compile=True)
     add("zero3 gpt compiled", matches_cpu, "zero3", "gpt", 1, compile=True)
     add("kernel of the chunked loss", loss_kernel)
+    for precision in ("fp32", "bf16"):
+        add(f"plan of a loss in chunks, {precision}", plan_is_near, precision)
     add("attention in a ring", in_a_ring)
     add("single gpt loss in chunks", matches_cpu, "single", "gpt", 1, chunked_loss="5")
     add("zero3 gpt loss in chunks 2 ranks gloo", matches_cpu, "zero3", "gpt", 2, chunked_loss="5")
@@ -395,8 +397,6 @@ def rows() -> list[tuple[str, Callable[[], str]]]:
         add(f"batches of {workers} workers are pinned", batches_are_pinned, workers)
     for strategy in ("single", "ddp", "zero1", "zero3"):
         add(f"{strategy} bf16", half_is_near, strategy, "bf16")
-    for precision in ("fp32", "bf16"):
-        add(f"plan of a loss in chunks, {precision}", plan_is_near, precision)
         add(f"{strategy} fp16", half_is_near, strategy, "fp16")
         add(f"{strategy} bf16 no synchronisation", does_not_synchronise, strategy, "bf16")
         add(f"{strategy} fp32 no synchronisation", does_not_synchronise, strategy, "fp32")

@@ -149,10 +149,20 @@ def test_a_compiled_model_stays_whole_unless_its_logits_are_large(strategy: str,
     assert heads(task, strategy, num_ranks, compile=True) == ([], [])
     assert heads(task, strategy, num_ranks, compile=True, batch_size=enough - num_ranks) == ([], [])
     assert heads(task, strategy, num_ranks, compile=True, batch_size=enough, micro_batch=8) == ([], [])
+    # Larger than a rank's share of the batch, it is that share.
+    less: dict[str, Any] = {"batch_size": enough - num_ranks, "micro_batch": enough - num_ranks}
+    assert heads(task, strategy, num_ranks, compile=True, **less) == ([], [])
     for settings in ({"batch_size": enough}, {"chunked_loss": "7"}):
         found, (note,) = heads(task, strategy, num_ranks, compile=True, **settings)
         assert found == ["head"]
         assert "not kept, and the model is compiled block by block" in note
+
+
+def test_a_batch_by_tokens_has_a_row_of_logits_for_each() -> None:
+    task, enough = text_task(model=Untied), 2**31 // (4 * LARGE)
+    assert heads(task, compile=True, batch_tokens=enough)[0] == ["head"]
+    assert heads(task, compile=True, batch_tokens=enough - 1) == ([], [])
+    assert heads(task, compile=True, batch_tokens=enough, micro_batch=enough - 1) == ([], [])
 
 
 def test_a_loss_of_the_whole_batch_needs_the_logits() -> None:

@@ -19,6 +19,7 @@ from rung.distributed.status_board import StatusWriter
 from rung.distributed.world import open_world
 from rung.errors import ConfigError, ModelError
 from rung.hardware.cluster import devices, links, parse_cluster
+from rung.parallel.blocks import find_list_of_blocks
 from rung.planner import auto, calibrate
 from rung.planner import plan as plan_module
 from rung.planner.candidates import layouts_for, named_layout
@@ -209,6 +210,17 @@ def test_with_fewer_blocks_the_same_list_is_recomputed() -> None:
         Estimator(task, config, cluster, blocks).estimate(parse("single", 1), "full", 64).memory for blocks in (8, 0)
     )
     assert short.allocated == whole.allocated
+
+
+def test_a_list_whose_name_looks_like_a_pattern_is_cut_short() -> None:
+    class Named(TinyGPT):
+        def __init__(self) -> None:
+            super().__init__(layers=5)
+            self.parts = nn.ModuleDict({"h[0]": self.blocks})
+            del self.blocks
+
+    short = shortened(text_task(model=Named), 2)
+    assert [name for name, _ in find_list_of_blocks(short.model(), short.blocks)] == ["parts.h[0].0", "parts.h[0].1"]
 
 
 def test_blocks_that_differ_are_left_alone() -> None:

@@ -19,7 +19,7 @@ from rung.train.heartbeat import Heartbeat
 from tests.harness import on_ranks
 from tests.marks import slow
 
-LAG = 34  # calls from a request to the agreement, at most: as many as lie between two exchanges, and one to look
+LAG = 66  # calls from a request to the agreement, at most: as many as lie between two exchanges, and one to look
 
 
 def beat_until_stopped(jobs: list[dict[str, Any]], folder: str) -> list[list[int | None]]:

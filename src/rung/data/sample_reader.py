@@ -159,7 +159,7 @@ class _Rows:
         sample is named. Tensors and indices may be replaced during a run."""
         try:
             return self._read(samples)
-        except IndexError:
+        except (IndexError, RuntimeError):  # torch raises either for an index that it does not take
             return None
 
     def _read(self, samples: list[int]) -> list[torch.Tensor] | None:
@@ -171,7 +171,7 @@ class _Rows:
         if self._subsets and not all(type(place) is int or isinstance(place, np.integer) for place in places):
             return None
         index = torch.from_numpy(np.array(places, dtype=np.int64))
-        return [torch.index_select(tensor, 0, index) for tensor in tensors]
+        return [torch.index_select(tensor, 0, index.to(tensor.device)) for tensor in tensors]
 
 
 class SampleReader:

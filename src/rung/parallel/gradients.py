@@ -30,6 +30,7 @@ class GradientFigures:
     elements: dict[str, Tensor] = field(default_factory=dict)
 
 
+@torch.no_grad()
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients, as a single process would compute it, without a host synchronisation.
 
@@ -53,8 +54,8 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def _norm_of(tensors: list[Tensor]) -> Tensor:
-    """As torch's `get_total_norm`, bit by bit. That uses one core on a CPU, which took a third of a step with offloaded
-    gradients; a dot product of large ones uses all of them."""
+    """As torch's `get_total_norm`, in fewer calls. That uses one core on a CPU, which took a third of a step with
+    offloaded gradients; a dot product of large ones uses all of them."""
     large = [one for one in tensors if _has_quick_dot(one)] if torch.get_num_threads() > 1 else []
     if not large:
         norms = [norm for some in _by_kind(tensors) for norm in foreach_norm(some)]

@@ -23,6 +23,7 @@ from rung.parallel.model_copy import meta_copy
 from rung.parallel.pipeline.partition import lies_in
 from rung.parallel.softmax_kernel import why_no_kernel
 from rung.spec.abilities import compiles_blocks, why_not
+from rung.spec.compatibility import largest_micro_batch
 from rung.spec.config import RunConfig
 from rung.spec.strategy import Layout
 from rung.spec.task import Task, split_batch
@@ -78,8 +79,11 @@ def heads_to_chunk(
         sizes = {name: size for one in alone for name, size in one.items()}
     found = list(sizes)
     if config.chunked_loss == "auto" and config.compile and not compiles_blocks(world.layout):
-        samples = config.micro_batch or -(-config.batch_size // world.layout.num_data_ranks)
-        found = [name for name in found if 4 * sizes[name] * samples / NUM_EXAMPLES >= _LEAST_COMPILED_BYTES]
+        # Of a micro-batch in tokens, each has a row. All layers or none: one is enough to compile block by block.
+        classes = sum(cast(nn.Linear, weights.model.get_submodule(name)).out_features for name in found)
+        each = classes if config.batch_tokens is not None else sum(sizes.values()) / NUM_EXAMPLES
+        if 4 * each * largest_micro_batch(config, world.layout) < _LEAST_COMPILED_BYTES:
+            found = []
     if not found and config.chunked_loss != "auto":
         raise StrategyError(
             f"chunked_loss={config.chunked_loss}: no linear layer's output goes into cross_entropy and nowhere else, "

@@ -7,6 +7,7 @@ list that contains them. `tests/planner/test_plan.py` compares the extrapolation
 from __future__ import annotations
 
 import copy
+import glob
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,7 @@ def shortened(task: Task, num_blocks: int) -> Task:
         _give_storage(copied)
         return copied
 
-    return replace(task, model=model, blocks=f"{parent}.*" if parent else "*")
+    return replace(task, model=model, blocks=f"{glob.escape(parent)}.*" if parent else "*")
 
 
 def _give_storage(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rung.distributed.torch_private import call_after_backward, functional_collectives
 
-# Steps this quick are sampled: up to 64 of them lie between two heartbeats, so a heartbeat averages 8 samples.
+# Steps this quick are sampled: 31 to 64 of them lie between two heartbeats, so a heartbeat averages 4 to 8 samples.
 _QUICK_SECONDS = 0.008
 _QUICK_STRIDE = 8
 

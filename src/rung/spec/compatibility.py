@@ -133,8 +133,13 @@ def micro_batch_size(config: RunConfig, layout: Layout) -> int | None:
     return -(-batch_units(config) // (layout.num_data_ranks * 2 * layout.num_stages))
 
 
+def largest_micro_batch(config: RunConfig, layout: Layout) -> int:
+    """That of a rank: at most its share of a batch."""
+    share = -(-batch_units(config) // layout.num_data_ranks)
+    return min(micro_batch_size(config, layout) or share, share)
+
+
 def half_micro_batch(config: RunConfig, layout: Layout) -> int | None:
     """Half of the current micro-batch, or None if it is one sample or token."""
-    share = -(-batch_units(config) // layout.num_data_ranks)
-    present = min(micro_batch_size(config, layout) or share, share)
+    present = largest_micro_batch(config, layout)
     return -(-present // 2) if present > 1 else None
